@@ -1,0 +1,1 @@
+"""Measurements: what a layer costs here and in other libraries. Imports nothing heavy by itself."""

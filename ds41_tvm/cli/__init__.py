@@ -1,0 +1,96 @@
+"""The command line ``ds41-tvm VERB``: a thin face over the public functions, one file per verb.
+
+Exit codes: 0 good; 1 a check failed, or something could not be done; 2 the command line or an input was
+refused; 70 a defect of the package; 130 interrupted; 141 the reader of the output went away.
+
+The modules of the verbs import TVM, NumPy and torch inside their functions only, so that help and mistakes
+answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated, Any, NoReturn
+
+from cyclopts import App, CycloptsError, Parameter
+
+from ds41_tvm.cli import doctor, synth
+from ds41_tvm.errors import CheckpointError, ConfigError, Ds41Error, InputError, TargetError, UsageError
+
+REFUSED = (UsageError, ConfigError, CheckpointError, InputError, TargetError)
+REPORT_TO = "the issue tracker of ds41-tvm"
+
+
+def _version() -> str:
+    try:
+        return metadata.version("ds41-tvm")
+    except metadata.PackageNotFoundError:
+        return "not installed (run from its source folder)"
+
+
+app = App(
+    name="ds41-tvm",
+    help="DeepSeek-V4.1 sparse attention, compiled with Apache TVM.",
+    help_epilogue="Exit codes: 0 good, 1 failed, 2 refused, 70 a defect of ds41-tvm, 130 interrupted.",
+    version=_version,
+    suppress_keyboard_interrupt=False,
+    result_action="return_value",
+)
+app.command(doctor.doctor)
+app.command(synth.synth)
+app.meta.suppress_keyboard_interrupt = False
+
+
+@app.meta.default
+def _launch(
+    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    debug: Annotated[bool, Parameter(negative="")] = False,
+) -> Any:
+    """DeepSeek-V4.1 sparse attention, compiled with Apache TVM.
+
+    Parameters
+    ----------
+    debug
+        Show the traceback of an error.
+    """
+    del debug  # read in `run`, which must know it before anything is parsed
+    return app(tokens, exit_on_error=False, print_error=False)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code; never raises."""
+    debug = "--debug" in arguments
+    try:
+        code = app.meta(arguments, exit_on_error=False, print_error=False)
+        sys.stdout.flush()  # here, where a reader that went away can still be noticed
+    except CycloptsError as error:
+        verb = " ".join(("ds41-tvm", *(error.command_chain or ())))
+        return _fail(2, f"{error}\nSee {verb} --help.", debug)
+    except Ds41Error as error:
+        return _fail(2 if isinstance(error, REFUSED) else 1, str(error), debug)
+    except KeyboardInterrupt:
+        return _fail(130, "interrupted", debug)
+    except BrokenPipeError:
+        # What is still buffered would raise again when the interpreter flushes on exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:  # noqa: BLE001 - the outermost frame: whatever arrives here is a defect of ours
+        what = f"internal error: {type(error).__name__}: {error}".splitlines()[0]
+        return _fail(70, f"{what}\nPlease report it to {REPORT_TO}, with the output of --debug.", debug)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(code: int, message: str, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"ds41-tvm: {message}", file=sys.stderr)
+    return code
+
+
+def main() -> NoReturn:
+    """Entry point of the script ``ds41-tvm``."""
+    sys.exit(run(sys.argv[1:]))

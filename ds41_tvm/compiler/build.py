@@ -1,0 +1,49 @@
+"""Compile the kernels of a program in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tvm
+
+from ds41_tvm.compiler.targets import tvm_target
+from ds41_tvm.errors import CompileError
+from ds41_tvm.program import Kernel, Program
+from ds41_tvm.schedule.cpu import schedule
+from ds41_tvm.target import Target
+
+Function = Callable[..., Any]
+# Kernels compiled in this process; a test suite or a notebook builds the same ones over and over.
+_compiled: dict[tuple[Target, Kernel], Function] = {}
+
+
+def lower(kernels: Iterable[Kernel]) -> tvm.IRModule:
+    """The scheduled functions of `kernels` in one module, each under its own name."""
+    functions = {}
+    for kernel in kernels:
+        _, func = schedule(kernel)
+        functions[kernel.name] = func.with_attr("global_symbol", kernel.name)
+    return tvm.IRModule(functions)
+
+
+def compile_program(program: Program, progress: Callable[[int, int], None] | None = None) -> dict[str, Function]:
+    """Callable kernels by name. `progress` is told (done, total) as groups of kernels are compiled.
+
+    Raises CompileError naming the kernels if TVM refuses them.
+    """
+    needed = program.kernels()
+    missing = [k for k in needed if (program.target, k) not in _compiled]
+    target = tvm_target(program.target)
+    for start in range(0, len(missing), 8):
+        group = missing[start : start + 8]
+        try:
+            executable = tvm.compile(lower(group), target=target)
+        except Exception as error:
+            names = ", ".join(k.name for k in group)
+            raise CompileError(f"TVM {tvm.__version__} could not compile one of {names} for {program.target.name}: {error}") from error
+        for kernel in group:
+            _compiled[program.target, kernel] = executable[kernel.name]
+        if progress is not None:
+            progress(len(needed) - len(missing) + start + len(group), len(needed))
+    return {k.name: _compiled[program.target, k] for k in needed}

@@ -1,0 +1,1 @@
+"""Exact low-precision number formats: ``formats`` in NumPy, ``tir`` as TensorIR expressions."""

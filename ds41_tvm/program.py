@@ -1,0 +1,197 @@
+"""Which kernels a set of layers needs, as data: shared by the compiler, which makes them, and the runtime, which calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from ds41_tvm.config import AttentionConfig, LayerRole
+from ds41_tvm.errors import ConfigError
+from ds41_tvm.target import Target
+
+Ties = Literal["lowest-index", "torch-cpu"]
+Value = int | float | str
+# Linear layers whose input is quantised to e4m3 in linear mode fp8 (official names).
+FP8_LINEARS = frozenset({"wq_a", "wq_b", "wkv", "wo_b", "indexer.wq_b"})
+# Row tiles of the linear kernels by form: one row for single tokens, many for the rest.
+ROW_TILES = {"fma": (1, 6), "amx": (1, 16)}
+PAD_ROWS = 16  # buffers of per-token rows are this much longer than the tokens, so that any row tile fits
+
+
+class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
+    """One compiled function: an operator of `ds41_tvm.kernels` and its static sizes."""
+
+    op: str
+    params: tuple[tuple[str, Value], ...]
+
+    @property
+    def name(self) -> str:
+        """Symbol in the compiled module."""
+        return "__".join([self.op, *(f"{k}_{v}" for k, v in self.params)]).replace("-", "m").replace(".", "p").replace("+", "")
+
+
+def kernel(op: str, **params: Value) -> Kernel:
+    """A `Kernel` from keyword arguments, in the order given."""
+    return Kernel(op, tuple(params.items()))
+
+
+class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A linear layer: y of `n` columns from `groups` slices of `k` inputs; `tile` columns packed side by side.
+
+    `weight`: bf16, fp8 or f32; `out`: bf16 or f32; `form`: fma or amx, see `schedule.cpu`.
+    """
+
+    n: int
+    k: int
+    groups: int
+    weight: str
+    out: str
+    tile: int
+    form: str
+
+    def kernels(self) -> dict[int, Kernel]:
+        """The kernel for each row tile."""
+        return {rows: kernel("linear", **msgspec.structs.asdict(self), rows=rows) for rows in ROW_TILES[self.form]}
+
+
+class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All static choices of a runner. `pooling` is the weight format of compressors of ratio above 1: bf16 or f32.
+
+    `block_rows`: rows of a cache block; `draft`: tokens that a sequence can take back at any time.
+    """
+
+    config: AttentionConfig
+    layers: tuple[int, ...]
+    target: Target
+    linear: Literal["bf16", "fp8"] = "bf16"
+    ties: Ties = "lowest-index"
+    pooling: Literal["bf16", "f32"] = "bf16"
+    block_rows: int = 128
+    draft: int = 64
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_rows", 1), ("draft", 0)):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected an integer of at least {least}")
+        if self.ties not in ("lowest-index", "torch-cpu"):
+            raise ConfigError(f"ties is {self.ties!r}; expected 'lowest-index' or 'torch-cpu'")
+
+    def linears(self, role: LayerRole) -> dict[str, Linear]:
+        """Linear layers of one layer by official name."""
+        c = self.config
+        out = {
+            "wq_a": self._linear("wq_a", c.q_lora_rank, c.dim),
+            "wq_b": self._linear("wq_b", c.n_heads * c.head_dim, c.q_lora_rank),
+            "wkv": self._linear("wkv", c.head_dim, c.dim),
+            "wo_a": self._linear("wo_a", c.o_groups * c.o_lora_rank, c.n_heads * c.head_dim // c.o_groups, c.o_groups),
+            "wo_b": self._linear("wo_b", c.dim, c.o_groups * c.o_lora_rank),
+        }
+        if role.kind == "full":
+            if role.ratio > 1:
+                for name in ("compressor.wkv", "compressor.wgate"):
+                    out[name] = self._linear(name, c.head_dim, c.dim, weight=self.pooling, result="f32")
+            else:
+                out["compressor.wkv"] = self._linear("compressor.wkv", c.head_dim, c.dim)
+            out["indexer.wk"] = self._linear("indexer.wk", c.index_head_dim, c.head_dim)
+        if role.kind in ("full", "reindex"):
+            out["indexer.wq_b"] = self._linear("indexer.wq_b", c.index_n_heads * c.index_head_dim, c.q_lora_rank)
+            out["indexer.weights_proj"] = self._linear("indexer.weights_proj", c.index_n_heads, c.dim)
+        return out
+
+    def _linear(
+        self, name: str, n: int, k: int, groups: int = 1, weight: str | None = None, result: str = "bf16"
+    ) -> Linear:
+        if weight is None:
+            weight = "fp8" if self.linear == "fp8" and name in FP8_LINEARS else "bf16"
+        narrow = weight == "fp8" or self.target.has("amx-bf16")
+        tile = next(t for t in ((32, 16, 8, 4, 2, 1) if narrow else (64, 32, 16, 8, 4, 2, 1)) if (n // groups) % t == 0)
+        amx = self.target.has("amx-bf16") and weight != "f32" and k % 32 == 0 and tile >= 16
+        return Linear(n=n, k=k, groups=groups, weight=weight, out=result, tile=tile, form="amx" if amx else "fma")
+
+    # ---- the other kernels, by what they do in a layer
+
+    def norm(self, dim: int) -> Kernel:
+        return kernel("rms_norm", dim=dim, eps=self.config.norm_eps)
+
+    def rope(self, heads: int, dim: int, inverse: bool = False) -> Kernel:
+        return kernel("rope", heads=heads, dim=dim, rope_dim=self.config.rope_head_dim, inverse=int(inverse))
+
+    def pack(self, kind: str, heads: int, dim: int) -> Kernel:
+        return kernel("pack_rows", kind=kind, heads=heads, dim=dim)
+
+    def quantize_activation(self, dim: int) -> Kernel:
+        return kernel("quantize_activation", dim=dim)
+
+    def pool(self, ratio: int) -> Kernel:
+        return kernel("pool_groups", dim=self.config.head_dim, ratio=ratio)
+
+    def scale_weights(self) -> Kernel:
+        c = self.config
+        return kernel("scale_weights", heads=c.index_n_heads, factor=c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
+
+    def scores(self, candidates: bool) -> Kernel:
+        c = self.config
+        return kernel(
+            "index_scores",
+            heads=c.index_n_heads,
+            dim=c.index_head_dim,
+            block_rows=self.block_rows,
+            candidate_block=c.candidate_block_size if candidates else 0,
+            spread=int(candidates and self.ties == "torch-cpu"),
+        )
+
+    def block_scores(self) -> Kernel:
+        return kernel("block_scores", size=self.config.candidate_block_size)
+
+    def topk(self, k: int, candidates: bool = False) -> Kernel:
+        if self.ties == "torch-cpu":
+            return kernel("topk_torch_cpu", k=k)
+        return kernel("topk_lowest_index", k=k, size=self.config.candidate_block_size if candidates else 0)
+
+    def attention(self, role: LayerRole, split: int) -> Kernel:
+        c = self.config
+        return kernel(
+            "sparse_attention",
+            heads=c.n_heads,
+            dim=c.head_dim,
+            window=c.window_size,
+            ring_rows=c.window_size + self.draft,
+            block_rows=self.block_rows,
+            k=c.index_topk if role.ratio else 0,
+            split=split,
+        )
+
+    def splits(self) -> tuple[int, ...]:
+        """How many tasks the heads of one query may be cut into: 1, and a few where there are fewer queries than threads."""
+        return (1, *(s for s in (2, 8) if self.config.n_heads % s == 0))
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Every kernel that the layers need, each once, sorted."""
+        return tuple(sorted(set(self._all()), key=lambda k: k.name))
+
+    def _all(self) -> Iterable[Kernel]:
+        c = self.config
+        for layer in self.layers:
+            role = c.role(layer)
+            for linear in self.linears(role).values():
+                yield from linear.kernels().values()
+            yield from (self.norm(c.q_lora_rank), self.norm(c.head_dim))
+            yield from (self.rope(c.n_heads, c.head_dim), self.rope(c.n_heads, c.head_dim, True), self.rope(1, c.head_dim))
+            yield self.pack("window", 1, c.head_dim)
+            yield from (self.attention(role, split) for split in self.splits())
+            if self.linear == "fp8":
+                yield from (self.quantize_activation(d) for d in (c.dim, c.q_lora_rank, c.o_groups * c.o_lora_rank))
+            if role.kind == "full":
+                yield from (self.norm(c.index_head_dim), self.rope(1, c.index_head_dim))
+                yield from (self.pack("latent", 1, c.head_dim), self.pack("index", 1, c.index_head_dim))
+                if role.ratio > 1:
+                    yield self.pool(role.ratio)
+            if role.kind in ("full", "reindex"):
+                restricted = role.candidate_source is not None
+                yield self.rope(c.index_n_heads, c.index_head_dim)
+                yield self.pack("index", c.index_n_heads, c.index_head_dim)
+                yield from (self.scale_weights(), self.scores(restricted), self.topk(c.index_topk, restricted))
+                if role.is_candidate_source:
+                    yield from (self.block_scores(), self.topk(c.candidate_topk_blocks))

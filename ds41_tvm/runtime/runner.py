@@ -1,0 +1,190 @@
+"""The runner: sequences, steps, layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds41_tvm.cpu_features import request_tiles
+from ds41_tvm.errors import ConfigError, InputError, StepError, TargetError
+from ds41_tvm.packing import aligned_copy
+from ds41_tvm.program import PAD_ROWS, Program
+from ds41_tvm.reference.rope import rope_frequencies
+from ds41_tvm.runtime.layer import Context, Layer
+from ds41_tvm.runtime.memory import Workspace
+from ds41_tvm.runtime.state import Caches, Sequence
+from ds41_tvm.runtime.step import Step, plan_step
+from ds41_tvm.runtime.threads import check_threads, use_threads
+from ds41_tvm.runtime.trace import add_positions
+from ds41_tvm.runtime.weights import LayerWeights, pack_layer
+
+Array = NDArray[Any]
+
+
+class Runner:
+    """Runs the layers of a program over ragged steps.
+
+    `functions` are the program's kernels by name, `weights` the checkpoint's tensors by official name (or packed layers
+    by number). `threads`: None for all processors. `keys`: ``own``, the index keys of a layer's own source, so that a
+    result does not depend on how a prompt is cut into steps; or ``published``, as the official code does: the keys of
+    the layer that last completed a group, which in a decode step in the middle of a group is a later layer in the step
+    before. A runner and its sequences belong to one Python thread at a time.
+
+    Raises TargetError if this machine lacks a feature that the kernels were compiled for.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        functions: Mapping[str, Callable[..., Any]],
+        weights: Mapping[Any, Any],
+        threads: int | None = None,
+        keys: str = "own",
+    ) -> None:
+        if keys not in ("own", "published"):
+            raise ConfigError(f"keys is {keys!r}; expected 'own' or 'published'")
+        missing = program.target.missing_here()
+        if missing or (program.target.has("amx-tile") and not request_tiles()):
+            raise TargetError(
+                f"the kernels were compiled for {program.target.name}; this machine lacks "
+                f"{', '.join(missing) or 'leave to use tile registers'}; compile for 'cpu' here, or for a lower level"
+            )
+        self.program = program
+        self.config = program.config
+        self.layers = program.layers
+        self.caches = Caches(program)
+        self.workspace = Workspace()
+        self._context = Context(program, functions, self.caches, self.workspace, check_threads(threads), keys)
+        self._layers = {layer: self._bind(layer, weights) for layer in self.layers}
+        self._frequencies = {key: rope_frequencies(self.config, int(key)) for key in (False, True)}
+
+    def _bind(self, layer: int, weights: Mapping[Any, Any]) -> Layer:
+        packed = weights.get(layer)
+        if not isinstance(packed, LayerWeights):
+            packed = pack_layer(self.program, self.config.role(layer), weights)
+        return Layer(self._context, self.config.role(layer), packed)
+
+    @property
+    def threads(self) -> int:
+        """Threads that kernels run on."""
+        return self._context.threads
+
+    def weight_bytes(self, layer: int) -> int:
+        """Bytes of a layer's packed weights: what a decode step reads at least."""
+        return self._layers[layer].weights.nbytes
+
+    def new_sequence(self) -> Sequence:
+        """An empty sequence."""
+        return Sequence(self.caches)
+
+    def step(self, parts: Iterable[tuple[Sequence, int]]) -> Step:
+        """Plan a step that feeds `count` new tokens to each (sequence, count), rows in that order; 0 tokens are fine.
+
+        Nothing changes until `commit`; a step that is never committed leaves its sequences as they were. Raises
+        StepError (not a sequence of this runner, given twice, negative count) and StateError (closed, too long).
+        """
+        return plan_step(self.caches, self._frequencies, parts)
+
+    def forward(
+        self, layer: int, x: Any, step: Step, trace: bool = False
+    ) -> NDArray[np.uint16] | tuple[NDArray[np.uint16], dict[str, Any]]:
+        """Attention output of `layer` for the tokens of `step`: bf16 ``[tokens, dim]``, of the dtype that x has.
+
+        x: ``[tokens, dim]`` of bf16, as uint16 bits or ml_dtypes.bfloat16; any strides and alignment. The layers of a
+        step run in ascending order, since later ones read what earlier ones select. With `trace`, also a dictionary of
+        intermediates, see `runtime.trace`. Raises InputError, StepError and StateError before anything runs.
+        """
+        if layer not in self._layers:
+            raise StepError(f"layer {layer!r} is not part of this runner; expected one of {list(self.layers)}")
+        if not isinstance(step, Step) or step.caches is not self.caches:
+            raise StepError("the step was not planned by this runner; use runner.step(...)")
+        step.check_current()
+        bits, dtype = _bits(x, (step.tokens, self.config.dim))
+        traced: dict[str, Any] | None = {} if trace else None
+        if step.tokens == 0:
+            out = np.zeros((0, self.config.dim), np.uint16)
+            self._check_sources(layer, step)
+            step.done.setdefault(layer, _no_rows(self.config))
+        else:
+            padded = self.workspace.get("x", (step.tokens + PAD_ROWS, self.config.dim), np.uint16)
+            padded[: step.tokens] = bits
+            use_threads(self.threads)
+            out = self._layers[layer].forward(padded, step, traced)
+        out = out if dtype == np.uint16 else out.view(dtype)
+        if traced is None:
+            return out
+        add_positions(self, layer, step, traced)
+        return out, traced
+
+    def _check_sources(self, layer: int, step: Step) -> None:
+        role = self.config.role(layer)
+        for source in {role.kv_source, role.index_source, role.candidate_source} - {None, layer}:
+            if source not in step.done:
+                raise StepError(f"layer {layer} reads what layer {source} leaves in the step, and that has not run")
+
+    def commit(self, step: Step) -> None:
+        """Make the step's tokens part of their sequences. All layers of the runner must have run on it.
+
+        Raises StepError if a layer has not run, or the step was committed before or no longer fits its sequences.
+        """
+        if not isinstance(step, Step) or step.caches is not self.caches:
+            raise StepError("the step was not planned by this runner; use runner.step(...)")
+        step.check_current()
+        waiting = [layer for layer in self.layers if layer not in step.done]
+        if waiting:
+            raise StepError(f"layers {waiting} have not run on this step; run all of {list(self.layers)} before commit")
+        for i, sequence in enumerate(step.sequences):
+            if step.counts[i]:
+                self._keep_rows(step, i, sequence)
+                sequence.published = step.published[i]
+                sequence.advance(sequence.length + step.counts[i])
+        step.committed = True
+
+    def _keep_rows(self, step: Step, i: int, sequence: Sequence) -> None:
+        """Write the last rows of the step into the sequence's rings."""
+        end, base = int(step.start[i]) + step.counts[i], int(step.base[i]) - int(step.start[i])
+        ring = self.caches.window_ring
+        position = np.arange(max(int(step.start[i]), end - ring), end)
+        place = sequence.slot * ring + position % ring
+        for layer in self.layers:
+            self.caches.rings.arrays[layer][place] = step.done[layer].window[base + position]
+        for ratio, pool in self.caches.members.items():
+            position = np.arange(max(int(step.start[i]), end - pool.unit), end)
+            place = sequence.member_slots[ratio] * pool.unit + position % pool.unit
+            for layer in self.caches.sources[ratio]:
+                members = step.done[layer].members
+                assert members is not None  # every source of ratio above 1 leaves them
+                for which, values in enumerate(members):
+                    pool.arrays[layer][place, which] = values[base + position]
+
+
+def _no_rows(config: Any) -> Any:
+    from ds41_tvm.runtime.step import LayerRows
+
+    nothing = np.zeros((0, config.head_dim), np.float32)
+    return LayerRows(np.zeros((0, 0), np.uint8), (nothing, nothing), np.zeros((0, config.index_topk), np.int32), None)
+
+
+def _bits(x: Any, shape: tuple[int, int]) -> tuple[Array, Any]:
+    """x as uint16 bits and the dtype to answer in. Raises InputError unless it is bf16 of that shape."""
+    array = np.asarray(x)
+    if array.dtype.name == "bfloat16":
+        dtype, array = array.dtype, array.view(np.uint16)
+    elif array.dtype == np.uint16:
+        dtype, array = np.dtype(np.uint16), array
+    else:
+        raise InputError(
+            f"x has dtype {array.dtype}; expected bf16, as uint16 bits or ml_dtypes.bfloat16: round float32 with "
+            f"ds41_tvm.numerics.formats.bf16_encode"
+        )
+    if not array.dtype.isnative:
+        array = array.astype(np.uint16)
+    if array.shape != shape:
+        raise InputError(f"x has shape {tuple(array.shape)}; this step needs {shape} (tokens, dim)")
+    return array, dtype
+
+
+__all__ = ["Runner", "aligned_copy"]

@@ -1,0 +1,1 @@
+"""Schedules: how a kernel becomes a program for one kind of target."""

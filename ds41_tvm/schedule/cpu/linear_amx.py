@@ -1,0 +1,194 @@
+"""Linear layers on AMX tiles (x86 ``amx-bf16``): 16 rows x 16 columns x 32 inner indices per instruction.
+
+Its own program, because a tile register cannot be reached by scheduling the plain kernel. Same signature and packed
+layout as `kernels.linear`: a uint32 pair of bf16 weights is what the tile instruction wants. Sums are f32, taken over
+32 inner indices at a time; one row and many rows run the same instructions, so a token's bits do not depend on `rows`.
+Subnormal products count as zero, as the hardware defines.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from ds41_tvm.kernels.expr import e4m3_code_to_f32
+from ds41_tvm.numerics.tir import e8m0_to_f32, f32_to_bf16
+
+STEP = 32  # inner indices per tile product
+COLUMNS = 16  # f32 columns of one tile
+
+# Tile registers: accumulators 0..1 (one per 16 columns), activations 4, weights 6..7.
+_ACTIVATION, _WEIGHT = 4, 6
+
+
+def fits(k: int, tile: int, weight: str) -> bool:
+    """Whether the tile form can compute this product: whole steps over k, one or two whole tiles of columns."""
+    return k % STEP == 0 and tile in (COLUMNS, 2 * COLUMNS) and weight in ("bf16", "fp8")
+
+
+def linear_amx(n: int, k: int, groups: int, weight: str, out: str, tile: int, rows: int) -> PrimFunc:
+    """As `kernels.linear.linear`, for rows <= 16 and what `fits`."""
+    if weight == "fp8":
+        return _fp8(n, k, groups, out, tile, rows)
+    return _bf16(n, k, groups, out, tile, rows)
+
+
+def _op(name: str, *args: Any) -> Any:
+    return T.call_llvm_intrin("void", "llvm.x86." + name, *args)
+
+
+def _configuration(index: Any, rows: int) -> Any:
+    """Byte `index` of the tile configuration: palette 1, eight tiles 64 bytes wide, weights 16 rows, the others `rows`."""
+    tile = index - 48
+    is_width = (index >= 16) & (index < 32) & (index % 2 == 0)
+    is_rows = (index >= 48) & (index < 56)
+    count = T.Select(tile >= _WEIGHT, T.uint8(16), T.uint8(rows))
+    return T.Select(
+        index == 0, T.uint8(1), T.Select(is_width, T.uint8(64), T.Select(is_rows, count, T.uint8(0)))
+    )
+
+
+def _bf16(n: int, k: int, groups: int, out: str, tile: int, rows: int) -> PrimFunc:
+    per_group, halves = n // groups, tile // COLUMNS
+    out_type = "float32" if out == "f32" else "uint16"
+    store = (lambda v: v) if out == "f32" else f32_to_bf16
+
+    @T.prim_func(s_tir=True)
+    def main(x: T.handle, w: T.Buffer((n // tile, k // 2, tile), "uint32"), y: T.handle):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        m = T.int64()
+        X = T.match_buffer(x, (m, rows, groups * k), "uint16")
+        Y = T.match_buffer(y, (m, rows, n), out_type)
+        for jo in T.parallel(n // tile):
+            with T.sblock("column_tile"):
+                vj = T.axis.spatial(n // tile, jo)
+                T.reads(X[0:m, 0:rows, 0 : groups * k], w[vj, 0 : k // 2, 0:tile])
+                T.writes(Y[0:m, 0:rows, vj * tile : vj * tile + tile])
+                setup = T.sblock_alloc_buffer((64,), "uint8", scope="local")
+                sums = T.sblock_alloc_buffer((rows, tile), "float32", scope="local")
+                for i in range(64):
+                    setup[i] = _configuration(i, rows)
+                T.evaluate(_op("ldtilecfg", setup.access_ptr("r")))
+                for b in range(m):
+                    for c in T.unroll(halves):
+                        T.evaluate(_op("tilezero", T.uint8(c)))
+                    for ko in range(k // STEP):
+                        T.evaluate(
+                            _op(
+                                "tileloadd64",
+                                T.uint8(_ACTIVATION),
+                                X.access_ptr(
+                                    "r",
+                                    offset=b * (rows * groups * k) + (vj * tile // per_group) * k + ko * STEP,
+                                ),
+                                T.int64(groups * k * 2),
+                            )
+                        )
+                        for c in T.unroll(halves):
+                            T.evaluate(
+                                _op(
+                                    "tileloadd64",
+                                    T.uint8(_WEIGHT + c),
+                                    w.access_ptr("r", offset=(vj * (k // 2) + ko * (STEP // 2)) * tile + c * COLUMNS),
+                                    T.int64(tile * 4),
+                                )
+                            )
+                        for c in T.unroll(halves):
+                            T.evaluate(_op("tdpbf16ps", T.uint8(c), T.uint8(_ACTIVATION), T.uint8(_WEIGHT + c)))
+                    for c in T.unroll(halves):
+                        T.evaluate(
+                            _op("tilestored64", T.uint8(c), sums.access_ptr("w", offset=c * COLUMNS), T.int64(tile * 4))
+                        )
+                    for i in range(rows):
+                        for j in T.vectorized(tile):
+                            Y[b, i, vj * tile + j] = store(sums[i, j])
+                T.evaluate(_op("tilerelease"))
+
+    return main
+
+
+def _fp8(n: int, k: int, groups: int, out: str, tile: int, rows: int) -> PrimFunc:
+    """Weights become bf16 pairs first: one step at a time for one row, the whole column tile once for many rows."""
+    per_group, halves = n // groups, tile // COLUMNS
+    out_type = "float32" if out == "f32" else "uint16"
+    store = (lambda v: v) if out == "f32" else f32_to_bf16
+    ahead = k // STEP if rows > 1 else 1  # steps decoded at a time
+
+    @T.prim_func(s_tir=True)
+    def main(
+        x: T.handle,
+        w: T.Buffer((n // tile, k // 2, tile), "uint16"),
+        scale: T.Buffer(((n + 31) // 32, k // 32), "uint8"),
+        y: T.handle,
+    ):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        m = T.int64()
+        X = T.match_buffer(x, (m, rows, groups * k), "uint16")
+        Y = T.match_buffer(y, (m, rows, n), out_type)
+        for jo in T.parallel(n // tile):
+            with T.sblock("column_tile"):
+                vj = T.axis.spatial(n // tile, jo)
+                T.reads(X[0:m, 0:rows, 0 : groups * k], w[vj, 0 : k // 2, 0:tile], scale[0 : (n + 31) // 32, 0 : k // 32])
+                T.writes(Y[0:m, 0:rows, vj * tile : vj * tile + tile])
+                setup = T.sblock_alloc_buffer((64,), "uint8", scope="local")
+                sums = T.sblock_alloc_buffer((rows, tile), "float32", scope="local")
+                pairs = T.sblock_alloc_buffer((ahead * STEP // 2, tile), "uint32")
+                for i in range(64):
+                    setup[i] = _configuration(i, rows)
+                T.evaluate(_op("ldtilecfg", setup.access_ptr("r")))
+                if ahead > 1:
+                    for kk in range(k // 2):
+                        for j in T.vectorized(tile):
+                            pairs[kk, j] = _pair(w[vj, kk, j], scale[vj * tile // 32, kk // 16])
+                for b in range(m):
+                    for c in T.unroll(halves):
+                        T.evaluate(_op("tilezero", T.uint8(c)))
+                    for ko in range(k // STEP):
+                        if ahead == 1:
+                            for kk in range(STEP // 2):
+                                for j in T.vectorized(tile):
+                                    pairs[kk, j] = _pair(w[vj, ko * (STEP // 2) + kk, j], scale[vj * tile // 32, ko])
+                        T.evaluate(
+                            _op(
+                                "tileloadd64",
+                                T.uint8(_ACTIVATION),
+                                X.access_ptr(
+                                    "r",
+                                    offset=b * (rows * groups * k) + (vj * tile // per_group) * k + ko * STEP,
+                                ),
+                                T.int64(groups * k * 2),
+                            )
+                        )
+                        for c in T.unroll(halves):
+                            T.evaluate(
+                                _op(
+                                    "tileloadd64",
+                                    T.uint8(_WEIGHT + c),
+                                    pairs.access_ptr(
+                                        "r", offset=T.if_then_else(ahead > 1, ko, 0) * (STEP // 2) * tile + c * COLUMNS
+                                    ),
+                                    T.int64(tile * 4),
+                                )
+                            )
+                        for c in T.unroll(halves):
+                            T.evaluate(_op("tdpbf16ps", T.uint8(c), T.uint8(_ACTIVATION), T.uint8(_WEIGHT + c)))
+                    for c in T.unroll(halves):
+                        T.evaluate(
+                            _op("tilestored64", T.uint8(c), sums.access_ptr("w", offset=c * COLUMNS), T.int64(tile * 4))
+                        )
+                    for i in range(rows):
+                        for j in T.vectorized(tile):
+                            Y[b, i, vj * tile + j] = store(sums[i, j])
+                T.evaluate(_op("tilerelease"))
+
+    return main
+
+
+def _pair(codes: Any, scale: Any) -> Any:
+    """Two e4m3 codes in a uint16 and their e8m0 scale -> two bf16 values in a uint32; exact, four significant bits."""
+    s = e8m0_to_f32(scale)
+    low = T.reinterpret("uint32", e4m3_code_to_f32(codes & T.uint16(0xFF)) * s)
+    high = T.reinterpret("uint32", e4m3_code_to_f32(T.shift_right(codes, T.uint16(8))) * s)
+    return T.bitwise_or(T.shift_right(low, T.uint32(16)), T.bitwise_and(high, T.uint32(0xFFFF0000)))
