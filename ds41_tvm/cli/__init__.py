@@ -13,11 +13,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Annotated, Any, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 
+from ds41_tvm import __version__
 from ds41_tvm.cli import doctor, synth
 from ds41_tvm.errors import CheckpointError, ConfigError, Ds41Error, InputError, TargetError, UsageError
 
@@ -25,18 +25,11 @@ REFUSED = (UsageError, ConfigError, CheckpointError, InputError, TargetError)
 REPORT_TO = "the issue tracker of ds41-tvm"
 
 
-def _version() -> str:
-    try:
-        return metadata.version("ds41-tvm")
-    except metadata.PackageNotFoundError:
-        return "not installed (run from its source folder)"
-
-
 app = App(
     name="ds41-tvm",
     help="DeepSeek-V4.1 sparse attention, compiled with Apache TVM.",
     help_epilogue="Exit codes: 0 good, 1 failed, 2 refused, 70 a defect of ds41-tvm, 130 interrupted.",
-    version=_version,
+    version=__version__,
     suppress_keyboard_interrupt=False,
     result_action="return_value",
 )

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import ds41_tvm
 from ds41_tvm import cli, errors
 
 HEAVY = {"tvm", "torch", "numpy", "onnx", "matplotlib"}
@@ -34,6 +35,11 @@ def test_module_form_is_the_same_program():
     for word in ("ds41-tvm", "doctor", "synth", "--debug", "Exit codes"):
         assert word in done.stdout
     assert done.stderr == ""
+
+
+def test_version(capsys):
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"{ds41_tvm.__version__}\n"
 
 
 @pytest.mark.parametrize(
