@@ -83,7 +83,8 @@ class Runner:
     def step(self, parts: Iterable[tuple[Sequence, int]]) -> Step:
         """Plan a step that feeds `count` new tokens to each (sequence, count), rows in that order; 0 tokens are fine.
 
-        Nothing changes until `commit`; a step that is never committed leaves its sequences as they were. Raises
+        Nothing changes until `commit`; a step that is never committed leaves its sequences as they were. Planning new
+        tokens of a sequence makes older uncommitted steps with it stale: both would write the same cache rows. Raises
         StepError (not a sequence of this runner, given twice, negative count) and StateError (closed, too long).
         """
         return plan_step(self.caches, self._frequencies, parts)
@@ -102,11 +103,11 @@ class Runner:
         if not isinstance(step, Step) or step.caches is not self.caches:
             raise StepError("the step was not planned by this runner; use runner.step(...)")
         step.check_current()
+        self._check_sources(layer, step)
         bits, dtype = _bits(x, (step.tokens, self.config.dim))
         traced: dict[str, Any] | None = {} if trace else None
         if step.tokens == 0:
             out = np.zeros((0, self.config.dim), np.uint16)
-            self._check_sources(layer, step)
             step.done.setdefault(layer, _no_rows(self.config))
         else:
             padded = self.workspace.get("x", (step.tokens + PAD_ROWS, self.config.dim), np.uint16)
@@ -121,9 +122,12 @@ class Runner:
 
     def _check_sources(self, layer: int, step: Step) -> None:
         role = self.config.role(layer)
-        for source in {role.kv_source, role.index_source, role.candidate_source} - {None, layer}:
-            if source not in step.done:
-                raise StepError(f"layer {layer} reads what layer {source} leaves in the step, and that has not run")
+        for source in (role.kv_source, role.index_source, role.candidate_source):
+            if source not in (None, layer) and source not in step.done:
+                raise StepError(
+                    f"layer {layer} reads what layer {source} leaves in the step, and that has not run; call "
+                    f"runner.forward for the layers in ascending order"
+                )
 
     def commit(self, step: Step) -> None:
         """Make the step's tokens part of their sequences. All layers of the runner must have run on it.
@@ -170,18 +174,20 @@ def _no_rows(config: Any) -> Any:
 
 def _bits(x: Any, shape: tuple[int, int]) -> tuple[Array, Any]:
     """x as uint16 bits and the dtype to answer in. Raises InputError unless it is bf16 of that shape."""
-    array = np.asarray(x)
-    if array.dtype.name == "bfloat16":
+    try:
+        array = np.asarray(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"x is a {type(x).__name__} that NumPy cannot read ({error}); expected bf16 as an array") from error
+    # A dtype of swapped bytes has the same name.
+    if array.dtype.name == "bfloat16" and array.dtype.isnative:
         dtype, array = array.dtype, array.view(np.uint16)
     elif array.dtype == np.uint16:
-        dtype, array = np.dtype(np.uint16), array
+        dtype = array.dtype
     else:
         raise InputError(
             f"x has dtype {array.dtype}; expected bf16, as uint16 bits or ml_dtypes.bfloat16: round float32 with "
             f"ds41_tvm.numerics.formats.bf16_encode"
         )
-    if not array.dtype.isnative:
-        array = array.astype(np.uint16)
     if array.shape != shape:
         raise InputError(f"x has shape {tuple(array.shape)}; this step needs {shape} (tokens, dim)")
     return array, dtype

@@ -64,6 +64,7 @@ class Sequence:
         # Rings hold the positions from `highest - ring` on: what was written there last, taken back or not.
         self._highest = 0
         self.published: int | None = None
+        self.stamp = 0  # another number after every change: a step that knows an older one is stale
         self.slot = caches.rings.take()
         self.member_slots = {ratio: pool.take() for ratio, pool in caches.members.items()}
         self._blocks: dict[int, list[int]] = {ratio: [] for ratio in caches.blocks}
@@ -96,6 +97,7 @@ class Sequence:
                 f"again, or build the runner with a larger draft"
             )
         self.length = int(length)
+        self.touch()
         for ratio, blocks in self._blocks.items():
             keep = -(-(self.length // ratio) // self._caches.program.block_rows)
             for block in blocks[keep:]:
@@ -132,6 +134,10 @@ class Sequence:
 
     # ---- used by steps
 
+    def touch(self) -> None:
+        """Make every step stale that was planned for this sequence before."""
+        self.stamp += 1
+
     def reserve(self, length: int) -> None:
         """Have blocks for the groups of `length` tokens."""
         for ratio, blocks in self._blocks.items():
@@ -152,6 +158,7 @@ class Sequence:
     def advance(self, length: int) -> None:
         """The sequence now has `length` tokens."""
         self.length = length
+        self.touch()
         self._highest = max(self._highest, length)
 
     # ---- views

@@ -59,6 +59,7 @@ class Step:
     groups: Mapping[int, Groups] = field(repr=False)  # by ratio
     done: dict[int, LayerRows] = field(default_factory=dict, repr=False)  # by layer
     published: list[int | None] = field(default_factory=list, repr=False)
+    stamps: tuple[int, ...] = field(default=(), repr=False)  # of the sequences, when the step was planned
     committed: bool = False
 
     @property
@@ -67,15 +68,19 @@ class Step:
         return len(self.position)
 
     def check_current(self) -> None:
-        """Raises StepError or StateError if the sequences are not as they were when the step was planned."""
+        """Raises StepError or StateError if the sequences are not as they were when the step was planned.
+
+        Equal lengths are not enough: tokens taken back and fed again leave other rows in other blocks, and a later step
+        for the same tokens has written its latents where this one's were.
+        """
         if self.committed:
             raise StepError("the step is committed already; plan a new one with runner.step(...)")
         for i, sequence in enumerate(self.sequences):
             sequence.check_open()
-            if sequence.length != self.start[i]:
+            if sequence.stamp != self.stamps[i]:
                 raise StepError(
-                    f"sequence {i} of the step has {sequence.length} tokens now and had {self.start[i]} when the step was "
-                    f"planned; plan a new step"
+                    f"sequence {i} of the step had {self.start[i]} tokens when the step was planned and was changed, or "
+                    f"planned for, since; it has {sequence.length} now; plan a new step"
                 )
 
 
@@ -92,6 +97,8 @@ def plan_step(
     position = np.arange(count.sum()) - base[sequence] + start[sequence]
     for s, n in pairs:
         s.reserve(s.length + n)
+        if n:
+            s.touch()
     groups = {ratio: _plan_groups(caches, frequencies[True], ratio, sequences, start, count, base, sequence, position)
               for ratio in caches.sources}  # fmt: skip
     return Step(
@@ -106,6 +113,7 @@ def plan_step(
         {key: aligned_copy(rope_table(f, position)) for key, f in frequencies.items()},
         groups,
         published=[s.published for s in sequences],
+        stamps=tuple(s.stamp for s in sequences),
     )
 
 
