@@ -30,9 +30,9 @@ def build(
 
     `weights`: tensors by official name, ``layers.{l}.attn.wq_a.weight`` and so on; bf16 as uint16 bits or
     ml_dtypes.bfloat16, in linear mode ``fp8`` e4m3 codes (uint8) with e8m0 ``.scale``, as `load_checkpoint` and
-    `synthetic_weights` give them. `ties`: ``lowest-index`` takes equal scores in ascending position; ``torch-cpu`` picks
-    what torch's CPU topk picks. `keys`: see `Runner`. `block_rows`: positions per cache block. `draft`: how many tokens
-    a sequence can take back. `progress`: called with (kernels done, kernels in all).
+    `synthetic_weights` give them. `ties`: ``lowest-index`` takes equal scores in ascending position; ``torch-cpu``
+    picks what torch's CPU topk picks. `keys`: see `Runner`. `block_rows`: positions per cache block. `draft`: how
+    many tokens a sequence can take back. `progress`: called with (kernels done, kernels in all).
 
     Raises ConfigError (a layer without its source, a size that fp8 cannot hold), TargetError, CompileError, and
     CheckpointError's classes for weights that are missing or of the wrong shape or dtype.

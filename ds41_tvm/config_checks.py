@@ -41,9 +41,7 @@ def real(value: Any, path: str) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or not MIN_NORMAL_F32 <= number <= MAX_F32:
-        raise ConfigError(
-            f"{path}: {short(value)}; expected a positive finite number within float32's normal range"
-        )
+        raise ConfigError(f"{path}: {short(value)}; expected a positive finite number within float32's normal range")
     return number
 
 
@@ -81,9 +79,7 @@ def check_sizes(c: AttentionConfig) -> None:
                 f"scale; expected a multiple of {FP4_FP8_BLOCK}"
             )
     if c.rope_head_dim % 2:
-        raise ConfigError(
-            f"rope_head_dim: {c.rope_head_dim} is odd; expected an even number (pairs are rotated)"
-        )
+        raise ConfigError(f"rope_head_dim: {c.rope_head_dim} is odd; expected an even number (pairs are rotated)")
     for name in ("head_dim", "index_head_dim"):
         if c.rope_head_dim > getattr(c, name):
             raise ConfigError(
@@ -110,9 +106,7 @@ def check_sizes(c: AttentionConfig) -> None:
     if c.rope_factor < 1.0:
         raise ConfigError(f"rope_factor: {c.rope_factor}; expected at least 1 (1 means no stretching)")
     if c.beta_fast < c.beta_slow:
-        raise ConfigError(
-            f"beta_fast: {c.beta_fast} is below beta_slow {c.beta_slow}; expected beta_fast >= beta_slow"
-        )
+        raise ConfigError(f"beta_fast: {c.beta_fast} is below beta_slow {c.beta_slow}; expected beta_fast >= beta_slow")
 
 
 def check_layers(c: AttentionConfig) -> None:
@@ -122,9 +116,7 @@ def check_layers(c: AttentionConfig) -> None:
         raise ConfigError("compress_ratios: no entry; expected one ratio per layer")
     for layer, ratio in enumerate(c.compress_ratios):
         if ratio < 0:
-            raise ConfigError(
-                f"compress_ratios[{layer}]: {ratio}; expected 0 (window only) or a positive ratio"
-            )
+            raise ConfigError(f"compress_ratios[{layer}]: {ratio}; expected 0 (window only) or a positive ratio")
     for name in ("kv_source_layers", "index_source_layers"):
         _check_sources(name, getattr(c, name), c.compress_ratios)
     for source in c.kv_source_layers:
@@ -145,9 +137,7 @@ def _check_sources(name: str, sources: tuple[int, ...], ratios: tuple[int, ...])
         if not 0 <= layer < len(ratios):
             raise ConfigError(f"{name}[{i}]: {layer}; expected a layer in 0..{len(ratios) - 1}")
         if i and layer <= sources[i - 1]:
-            raise ConfigError(
-                f"{name}[{i}]: {layer} follows {sources[i - 1]}; expected ascending layers, each once"
-            )
+            raise ConfigError(f"{name}[{i}]: {layer} follows {sources[i - 1]}; expected ascending layers, each once")
         if ratios[layer] == 0:
             raise ConfigError(
                 f"{name}[{i}]: layer {layer} has compress_ratios[{layer}] = 0; expected a source to have a "

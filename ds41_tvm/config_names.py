@@ -138,8 +138,7 @@ def _first_ratios(fields: dict[str, Any], count: Any, count_name: str, where: st
     ratios = integers(fields["compress_ratios"], f"{where}compress_ratios")
     if count <= 0 or len(ratios) < count:
         raise ConfigError(
-            f"{where}compress_ratios: {len(ratios)} entries for {count_name} {count}; expected one for each "
-            "layer"
+            f"{where}compress_ratios: {len(ratios)} entries for {count_name} {count}; expected one for each layer"
         )
     fields["compress_ratios"] = ratios[:count]
 

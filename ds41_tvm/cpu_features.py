@@ -10,9 +10,10 @@ from pathlib import Path
 
 # Linux name -> LLVM name, for the features that generated code may use.
 _X86 = {
-    "sse3": "sse3", "pni": "sse3", "ssse3": "ssse3", "sse4_1": "sse4.1", "sse4_2": "sse4.2", "popcnt": "popcnt", "cx16": "cx16",
-    "lahf_lm": "sahf", "avx": "avx", "avx2": "avx2", "bmi1": "bmi", "bmi2": "bmi2", "f16c": "f16c", "fma": "fma",
-    "abm": "lzcnt", "movbe": "movbe", "xsave": "xsave", "avx512f": "avx512f", "avx512bw": "avx512bw", "avx512cd": "avx512cd",
+    "sse3": "sse3", "pni": "sse3", "ssse3": "ssse3", "sse4_1": "sse4.1", "sse4_2": "sse4.2", "popcnt": "popcnt",
+    "sse3": "sse3", "pni": "sse3", "ssse3": "ssse3", "sse4_1": "sse4.1", "sse4_2": "sse4.2", "popcnt": "popcnt",
+    "abm": "lzcnt", "movbe": "movbe", "xsave": "xsave", "avx512f": "avx512f", "avx512bw": "avx512bw",
+    "avx512cd": "avx512cd",
     "avx512dq": "avx512dq", "avx512vl": "avx512vl", "avx512vbmi": "avx512vbmi", "avx512_vbmi2": "avx512vbmi2",
     "avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni", "avx512_bf16": "avx512bf16", "avx512_bitalg": "avx512bitalg",
     "avx512_vpopcntdq": "avx512vpopcntdq", "avx512ifma": "avx512ifma", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16",
@@ -29,8 +30,8 @@ LEVELS = {"x86-64": (), "x86-64-v2": _V2, "x86-64-v3": _V3, "x86-64-v4": _V4}
 def host_features() -> tuple[str, ...]:
     """LLVM names of this processor's features, sorted; AMX only if the kernel grants this process the tile registers.
 
-    Asked from the processor (Linux lists what CPUID and the kernel allow), never guessed from its name: virtual machines
-    hide features that the name implies. Empty where that list cannot be read.
+    Asked from the processor (Linux lists what CPUID and the kernel allow), never guessed from its name: virtual
+    machines hide features that the name implies. Empty where that list cannot be read.
     """
     try:
         text = Path("/proc/cpuinfo").read_text()

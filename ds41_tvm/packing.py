@@ -19,7 +19,8 @@ def aligned(shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     offset = -raw.ctypes.data % ALIGNMENT
-    return raw[offset : offset + size].view(dtype).reshape(shape)
+    out: NDArray[Any] = raw[offset : offset + size].view(dtype).reshape(shape)
+    return out
 
 
 def aligned_copy(array: NDArray[Any]) -> NDArray[Any]:
@@ -34,8 +35,8 @@ def aligned_copy(array: NDArray[Any]) -> NDArray[Any]:
 def pack_linear(linear: Linear, weight: NDArray[Any], scale: NDArray[Any] | None = None) -> tuple[NDArray[Any], ...]:
     """``[n, k]`` -> ``[n / tile, words, tile]``, a word holding inner indices 2i and 2i + 1 (f32: one index).
 
-    bf16 bits (uint16) give uint32 words, e4m3 codes (uint8) uint16 words and their e8m0 scales ``[n/32, k/32]``, f32 its
-    own values; an odd k is padded with a zero. `weight` must already have the format that `linear` names.
+    bf16 bits (uint16) give uint32 words, e4m3 codes (uint8) uint16 words and their e8m0 scales ``[n/32, k/32]``, f32
+    its own values; an odd k is padded with a zero. `weight` must already have the format that `linear` names.
     """
     n, k = weight.shape
     tiles = n // linear.tile

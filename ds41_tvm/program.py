@@ -1,4 +1,6 @@
-"""Which kernels a set of layers needs, as data: shared by the compiler, which makes them, and the runtime, which calls them."""
+"""Which kernels a set of layers needs, as data: shared by the compiler, which makes them, and the runtime, which
+calls them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True
     @property
     def name(self) -> str:
         """Symbol in the compiled module."""
-        return "__".join([self.op, *(f"{k}_{v}" for k, v in self.params)]).replace("-", "m").replace(".", "p").replace("+", "")
+        return (
+            "__".join([self.op, *(f"{k}_{v}" for k, v in self.params)])
+            .replace("-", "m")
+            .replace(".", "p")
+            .replace("+", "")
+        )
 
 
 def kernel(op: str, **params: Value) -> Kernel:
@@ -164,7 +171,9 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def splits(self) -> tuple[int, ...]:
-        """How many tasks the heads of one query may be cut into: 1, and a few where there are fewer queries than threads."""
+        """How many tasks the heads of one query may be cut into: 1, and a few where there are fewer queries than
+        threads.
+        """
         return (1, *(s for s in (2, 8) if self.config.n_heads % s == 0))
 
     def kernels(self) -> tuple[Kernel, ...]:
@@ -178,7 +187,11 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for linear in self.linears(role).values():
                 yield from linear.kernels().values()
             yield from (self.norm(c.q_lora_rank), self.norm(c.head_dim))
-            yield from (self.rope(c.n_heads, c.head_dim), self.rope(c.n_heads, c.head_dim, True), self.rope(1, c.head_dim))
+            yield from (
+                self.rope(c.n_heads, c.head_dim),
+                self.rope(c.n_heads, c.head_dim, True),
+                self.rope(1, c.head_dim),
+            )
             yield self.pack("window", 1, c.head_dim)
             yield from (self.attention(role, split) for split in self.splits())
             if self.linear == "fp8":

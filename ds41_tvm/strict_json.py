@@ -56,9 +56,7 @@ def parse_object(
             seen: set[str] = set()
             for key, _ in pairs:
                 if key in seen:
-                    raise (duplicate or error)(
-                        f"{where}: the key {short(key)} is given twice; keep one of them"
-                    )
+                    raise (duplicate or error)(f"{where}: the key {short(key)} is given twice; keep one of them")
                 seen.add(key)
         return result
 
@@ -89,7 +87,5 @@ def read_object(path: str | os.PathLike[str], error: type[Ds41Error]) -> dict[st
         reason = getattr(exc, "strerror", None) or str(exc)
         raise error(f"{path}: cannot be read ({reason}); expected a readable JSON file") from None
     if len(data) > MAX_JSON_BYTES:
-        raise error(
-            f"{path}: longer than {MAX_JSON_BYTES} bytes; expected a JSON file of a few megabytes at most"
-        )
+        raise error(f"{path}: longer than {MAX_JSON_BYTES} bytes; expected a JSON file of a few megabytes at most")
     return parse_object(data, str(path), error)

@@ -17,7 +17,9 @@ _SHORT = {"vnni": ("avx512vnni",), "vbmi": ("avx512vbmi",), "amx": ("amx-tile", 
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A kind of processor: `level` is an x86-64 level (``generic`` on other machines), `features` LLVM names beyond it."""
+    """A kind of processor: `level` is an x86-64 level (``generic`` on other machines), `features` LLVM names beyond
+    it.
+    """
 
     kind: str
     level: str

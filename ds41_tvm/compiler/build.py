@@ -41,7 +41,9 @@ def compile_program(program: Program, progress: Callable[[int, int], None] | Non
             executable = tvm.compile(lower(group), target=target)
         except Exception as error:
             names = ", ".join(k.name for k in group)
-            raise CompileError(f"TVM {tvm.__version__} could not compile one of {names} for {program.target.name}: {error}") from error
+            raise CompileError(
+                f"TVM {tvm.__version__} could not compile one of {names} for {program.target.name}: {error}"
+            ) from error
         for kernel in group:
             _compiled[program.target, kernel] = executable[kernel.name]
         if progress is not None:

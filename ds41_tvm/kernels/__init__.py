@@ -1,4 +1,6 @@
-"""One TensorIR factory per operator: static sizes in, unscheduled PrimFunc out. See `reference` for what each computes."""
+"""One TensorIR factory per operator: static sizes in, unscheduled PrimFunc out. See `reference` for what each
+computes.
+"""
 
 from __future__ import annotations
 

@@ -14,16 +14,19 @@ LOWEST = -3.0e38  # below every score; finite, so that a difference of two is ne
 
 
 def sparse_attention(heads: int, dim: int, window: int, ring_rows: int, block_rows: int, k: int) -> PrimFunc:
-    """o[h] = bf16( sum_r e^(s_r - m) v_r / (sum_r e^(s_r - m) + e^(sink_h - m)) ), s_r = (q_h . v_r) dim^-0.5, m = max s.
+    """o[h] = bf16( sum_r e^(s_r - m) v_r / (sum_r e^(s_r - m) + e^(sink_h - m)) ), m = max_r s_r.
 
-    The rows r of a query at position p are the window positions max(0, p - window + 1)..p, then its selected latents, in
-    ascending order; all in f32, one rounding to bf16. A query with no row gives zeros.
+    s_r = (q_h . v_r) * dim^-0.5.
 
-    Shapes: q, o bf16 bits ``[n, heads, dim]``; fresh uint8 ``[n, window bytes]``, the step's own window rows; ring uint8
-    ``[slots * ring_rows, window bytes]``, older rows, position p of slot s at ``s * ring_rows + p % ring_rows``; sink f32
-    ``[heads]``; position, sequence int32 ``[n]``; start, row, slot int32 ``[sequences]``: position of a sequence's first
-    token in this step, that token's row, its ring slot. With k > 0 also: latents uint8 ``[p, latent bytes]``, table int32
-    ``[sequences, blocks]`` of latent blocks of `block_rows` rows, selected int32 ``[n, k]`` (ascending, then -1).
+    The rows r of a query at position p are the window positions max(0, p - window + 1)..p, then its selected latents,
+    in ascending order; all in f32, one rounding to bf16. A query with no row gives zeros.
+
+    Shapes: q, o bf16 bits ``[n, heads, dim]``; fresh uint8 ``[n, window bytes]``, the step's own window rows; ring
+    uint8 ``[slots * ring_rows, window bytes]``, older rows, position p of slot s at ``s * ring_rows + p %
+    ring_rows``; sink f32 ``[heads]``; position, sequence int32 ``[n]``; start, row, slot int32 ``[sequences]``:
+    position of a sequence's first token in this step, that token's row, its ring slot. With k > 0 also: latents uint8
+    ``[p, latent bytes]``, table int32 ``[sequences, blocks]`` of latent blocks of `block_rows` rows, selected int32
+    ``[n, k]`` (ascending, then -1).
     """
     return _with_latents(heads, dim, window, ring_rows, block_rows, k) if k else _window(heads, dim, window, ring_rows)
 
@@ -55,7 +58,7 @@ def latent_element(latents: Any, row: Any, d: Any, dim: int) -> Any:
 
 
 @T.macro
-def _attend(Q, O, sink, vt, h, count, score, top, acc, element, heads, dim):  # type: ignore[no-untyped-def]
+def _attend(Q, Out, sink, vt, h, count, score, top, acc, element, heads, dim):
     """One head of one query over `count` rows whose elements `element(j, d)` gives."""
     top[0] = T.float32(LOWEST)
     for j in range(count):
@@ -73,7 +76,7 @@ def _attend(Q, O, sink, vt, h, count, score, top, acc, element, heads, dim):  # 
         acc[0] = T.float32(0)
         for j in range(count):
             acc[0] = acc[0] + score[j] * element(j, d)
-        O[vt, h, d] = f32_to_bf16(T.Select(count > T.int64(0), acc[0] / top[1], T.float32(0)))
+        Out[vt, h, d] = f32_to_bf16(T.Select(count > T.int64(0), acc[0] / top[1], T.float32(0)))
 
 
 def _window(heads: int, dim: int, window: int, ring_rows: int) -> PrimFunc:
@@ -94,13 +97,13 @@ def _window(heads: int, dim: int, window: int, ring_rows: int) -> PrimFunc:
         first = T.match_buffer(start, (seqs,), "int32")
         base = T.match_buffer(row, (seqs,), "int32")
         place = T.match_buffer(slot, (seqs,), "int32")
-        O = T.match_buffer(o, (n, heads, dim), "uint16")
+        Out = T.match_buffer(o, (n, heads, dim), "uint16")
         for t in range(n):
             with T.sblock("attend"):
                 vt = T.axis.spatial(n, t)
                 T.reads(Q[vt, 0:heads, 0:dim], F[0:n, 0:row_bytes], R[0:p, 0:row_bytes], sink[0:heads], P[vt], N[vt],
                         first[0:seqs], base[0:seqs], place[0:seqs])  # fmt: skip
-                T.writes(O[vt, 0:heads, 0:dim])
+                T.writes(Out[vt, 0:heads, 0:dim])
                 place_of = T.sblock_alloc_buffer((window,), "int64")
                 score = T.sblock_alloc_buffer((window,), "float32")
                 count = T.sblock_alloc_buffer((1,), "int64", scope="local")
@@ -113,7 +116,7 @@ def _window(heads: int, dim: int, window: int, ring_rows: int) -> PrimFunc:
                     )
                 for h in range(heads):
                     _attend(
-                        Q, O, sink, vt, h, count[0], score, top, acc,
+                        Q, Out, sink, vt, h, count[0], score, top, acc,
                         lambda j, d: window_element(F, R, place_of[j], d, dim), heads, dim,
                     )  # fmt: skip
 
@@ -142,14 +145,14 @@ def _with_latents(heads: int, dim: int, window: int, ring_rows: int, block_rows:
         L = T.match_buffer(latents, (stored, latent_bytes), "uint8")
         B = T.match_buffer(table, (seqs, blocks), "int32")
         C = T.match_buffer(selected, (n, k), "int32")
-        O = T.match_buffer(o, (n, heads, dim), "uint16")
+        Out = T.match_buffer(o, (n, heads, dim), "uint16")
         for t in range(n):
             with T.sblock("attend"):
                 vt = T.axis.spatial(n, t)
                 T.reads(Q[vt, 0:heads, 0:dim], F[0:n, 0:row_bytes], R[0:p, 0:row_bytes], sink[0:heads], P[vt], N[vt],
                         first[0:seqs], base[0:seqs], place[0:seqs], L[0:stored, 0:latent_bytes], B[0:seqs, 0:blocks],
                         C[vt, 0:k])  # fmt: skip
-                T.writes(O[vt, 0:heads, 0:dim])
+                T.writes(Out[vt, 0:heads, 0:dim])
                 place_of = T.sblock_alloc_buffer((window + k,), "int64")
                 score = T.sblock_alloc_buffer((window + k,), "float32")
                 # rows in all, window rows
@@ -170,7 +173,7 @@ def _with_latents(heads: int, dim: int, window: int, ring_rows: int, block_rows:
                         count[0] = count[0] + T.int64(1)
                 for h in range(heads):
                     _attend(
-                        Q, O, sink, vt, h, count[0], score, top, acc,
+                        Q, Out, sink, vt, h, count[0], score, top, acc,
                         lambda j, d: T.if_then_else(
                             j < count[1],
                             window_element(F, R, place_of[j], d, dim),

@@ -12,8 +12,8 @@ from ds41_tvm.kernels.topk import order_key
 def block_scores(size: int) -> PrimFunc:
     """b[t, j] = max of s[t, p] over the visible positions p of block j; +infinity for the newest visible block.
 
-    Blocks with nothing visible score -infinity. Top-k over b with limit ``ceil(visible / size)`` then gives the candidate
-    blocks. Shapes: s bf16 bits ``[n, width]``, visible int32 ``[n]``, b bf16 bits ``[n, blocks]``.
+    Blocks with nothing visible score -infinity. Top-k over b with limit ``ceil(visible / size)`` then gives the
+    candidate blocks. Shapes: s bf16 bits ``[n, width]``, visible int32 ``[n]``, b bf16 bits ``[n, blocks]``.
     """
 
     @T.prim_func(s_tir=True)

@@ -37,8 +37,8 @@ def index_scores(heads: int, dim: int, block_rows: int, candidate_block: int, sp
     blocks' power-of-two scales.
 
     Shapes: q uint8 ``[n, heads, bytes]`` and keys uint8 ``[p, bytes]``, packed index rows; w bf16 bits ``[n, heads]``;
-    table int32 ``[sequences, blocks]`` of key blocks of `block_rows` rows; sequence int32 ``[n]``; visible int32 ``[n]``,
-    how many positions query t may see; s bf16 bits ``[n, width]``.
+    table int32 ``[sequences, blocks]`` of key blocks of `block_rows` rows; sequence int32 ``[n]``; visible int32
+    ``[n]``, how many positions query t may see; s bf16 bits ``[n, width]``.
 
     With `candidate_block` = 0 column p is position p, and hidden positions score -infinity. Otherwise candidates int32
     ``[n, c]`` (ascending block numbers, then -1) comes before s: column c * block + i is position
@@ -69,21 +69,30 @@ def _dense(heads: int, dim: int, block_rows: int, _b: int, _s: int, scales: int,
                 with T.sblock("score"):
                     vt, vc = T.axis.remap("SS", [t, c])
                     T.reads(
-                        Q[vt, 0:heads, 0:row_bytes], W[vt, 0:heads], K[0:p, 0:row_bytes], B[0:seqs, 0:blocks], N[vt], V[vt]
+                        Q[vt, 0:heads, 0:row_bytes],
+                        W[vt, 0:heads],
+                        K[0:p, 0:row_bytes],
+                        B[0:seqs, 0:blocks],
+                        N[vt],
+                        V[vt],
                     )
                     T.writes(S[vt, vc])
                     row = T.sblock_alloc_buffer((1,), "int64", scope="local")
                     total = T.sblock_alloc_buffer((1,), "float32", scope="local")
                     dot = T.sblock_alloc_buffer((2,), "float32", scope="local")
                     if vc < T.Cast("int64", V[vt]):
-                        row[0] = T.Cast("int64", B[N[vt], vc // block_rows]) * T.int64(block_rows) + vc % T.int64(block_rows)
+                        row[0] = T.Cast("int64", B[N[vt], vc // block_rows]) * T.int64(block_rows) + vc % T.int64(
+                            block_rows
+                        )
                         total[0] = T.float32(0)
                         for h in range(heads):
                             dot[0] = T.float32(0)
                             for b in range(scales):
                                 dot[1] = T.float32(0)
                                 for i in range(16):
-                                    dot[1] = dot[1] + T.Cast("float32", _quad(Q[vt, h, b * 16 + i], K[row[0], b * 16 + i]))
+                                    dot[1] = dot[1] + T.Cast(
+                                        "float32", _quad(Q[vt, h, b * 16 + i], K[row[0], b * 16 + i])
+                                    )
                                 dot[0] = dot[0] + dot[1] * _scales(Q[vt, h, dim // 2 + b], K[row[0], dim // 2 + b])
                             total[0] = total[0] + bf16_product(
                                 T.max(round_bf16(dot[0]), T.float32(0)), bf16_to_f32(W[vt, h])
@@ -106,9 +115,7 @@ def _scales(q: Any, k: Any) -> Any:
     return e8m0_to_f32(q) * e8m0_to_f32(k) * T.float32(0.25)
 
 
-def _candidates(
-    heads: int, dim: int, block_rows: int, size: int, spread: int, scales: int, row_bytes: int
-) -> PrimFunc:
+def _candidates(heads: int, dim: int, block_rows: int, size: int, spread: int, scales: int, row_bytes: int) -> PrimFunc:
     @T.prim_func(s_tir=True)
     def main(
         q: T.handle, w: T.handle, keys: T.handle, table: T.handle, sequence: T.handle, visible: T.handle,
@@ -150,7 +157,9 @@ def _candidates(
                             for b in range(scales):
                                 dot[1] = T.float32(0)
                                 for i in range(16):
-                                    dot[1] = dot[1] + T.Cast("float32", _quad(Q[vt, h, b * 16 + i], K[row[0], b * 16 + i]))
+                                    dot[1] = dot[1] + T.Cast(
+                                        "float32", _quad(Q[vt, h, b * 16 + i], K[row[0], b * 16 + i])
+                                    )
                                 dot[0] = dot[0] + dot[1] * _scales(Q[vt, h, dim // 2 + b], K[row[0], dim // 2 + b])
                             total[0] = total[0] + bf16_product(
                                 T.max(round_bf16(dot[0]), T.float32(0)), bf16_to_f32(W[vt, h])

@@ -58,7 +58,9 @@ def linear(n: int, k: int, groups: int, weight: str, out: str, tile: int, rows: 
                     vb, vi, vj, vk = T.axis.remap("SSSR", [b, i, j, kk])
                     with T.init():
                         acc[vb, vi, vj] = T.float32(0)
-                    acc[vb, vi, vj] = acc[vb, vi, vj] + wide[vb, vi, vj // per_group, vk] * value[vj // tile, vk, vj % tile]
+                    acc[vb, vi, vj] = (
+                        acc[vb, vi, vj] + wide[vb, vi, vj // per_group, vk] * value[vj // tile, vk, vj % tile]
+                    )
             for b, i, j in T.grid(m, rows, n):
                 with T.sblock("store"):
                     vb, vi, vj = T.axis.remap("SSS", [b, i, j])

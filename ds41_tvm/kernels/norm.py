@@ -46,9 +46,7 @@ def rms_norm(dim: int, eps: float) -> PrimFunc:
                     total[vt] = total[vt] + partial[vt, vl]
             with T.sblock("factor"):
                 vt = T.axis.spatial(n, t)
-                factor[vt] = T.float32(1) / T.sqrt(
-                    T.Cast("float32", total[vt] / T.float64(dim)) + T.float32(eps)
-                )
+                factor[vt] = T.float32(1) / T.sqrt(T.Cast("float32", total[vt] / T.float64(dim)) + T.float32(eps))
             for d in range(dim):
                 with T.sblock("scale"):
                     vt = T.axis.spatial(n, t)

@@ -45,7 +45,7 @@ def pack_rows(kind: str, heads: int, dim: int) -> PrimFunc:
             n, p = T.int64(), T.int64()
             X = T.match_buffer(x, (n, heads, dim), "uint16")
             R = T.match_buffer(row, (n,), "int64")
-            O = T.match_buffer(out, (p, heads, codes + scales), "uint8")
+            Out = T.match_buffer(out, (p, heads, codes + scales), "uint8")
             amax = T.sblock_alloc_buffer((n, heads, scales), "uint16")
             scale = T.sblock_alloc_buffer((n, heads, scales), "uint8")
             for t, h in T.grid(n, heads):
@@ -62,11 +62,11 @@ def pack_rows(kind: str, heads: int, dim: int) -> PrimFunc:
                 for s, i in T.grid(scales, block):
                     with T.sblock("code"):
                         vt, vh, vs, vi = T.axis.remap("SSSS", [t, h, s, i])
-                        O[R[vt], vh, vs * block + vi] = form.code(X[vt, vh, vs * block + vi], scale[vt, vh, vs])
+                        Out[R[vt], vh, vs * block + vi] = form.code(X[vt, vh, vs * block + vi], scale[vt, vh, vs])
                 for s in range(scales):
                     with T.sblock("scale_bytes"):
                         vt, vh, vs = T.axis.remap("SSS", [t, h, s])
-                        O[R[vt], vh, codes + vs] = scale[vt, vh, vs]
+                        Out[R[vt], vh, codes + vs] = scale[vt, vh, vs]
 
         return bytes_
 
@@ -76,7 +76,7 @@ def pack_rows(kind: str, heads: int, dim: int) -> PrimFunc:
         n, p = T.int64(), T.int64()
         X = T.match_buffer(x, (n, heads, dim), "uint16")
         R = T.match_buffer(row, (n,), "int64")
-        O = T.match_buffer(out, (p, heads, codes + scales), "uint8")
+        Out = T.match_buffer(out, (p, heads, codes + scales), "uint8")
         amax = T.sblock_alloc_buffer((n, heads, scales), "uint16")
         scale = T.sblock_alloc_buffer((n, heads, scales), "uint8")
         for t, h in T.grid(n, heads):
@@ -93,14 +93,14 @@ def pack_rows(kind: str, heads: int, dim: int) -> PrimFunc:
             for r, i in T.grid(dim // 32, 16):
                 with T.sblock("code"):
                     vt, vh, vr, vi = T.axis.remap("SSSS", [t, h, r, i])
-                    O[R[vt], vh, vr * 16 + vi] = tir.join_nibbles(
+                    Out[R[vt], vh, vr * 16 + vi] = tir.join_nibbles(
                         form.code(X[vt, vh, vr * 32 + vi], scale[vt, vh, vr * 32 // block]),
                         form.code(X[vt, vh, vr * 32 + 16 + vi], scale[vt, vh, (vr * 32 + 16) // block]),
                     )
             for s in range(scales):
                 with T.sblock("scale_bytes"):
                     vt, vh, vs = T.axis.remap("SSS", [t, h, s])
-                    O[R[vt], vh, codes + vs] = scale[vt, vh, vs]
+                    Out[R[vt], vh, codes + vs] = scale[vt, vh, vs]
 
     return nibbles
 

@@ -10,7 +10,8 @@ from ds41_tvm.numerics.tir import bf16_to_f32, f32_to_bf16
 
 
 def rope(heads: int, dim: int, rope_dim: int, inverse: int) -> PrimFunc:
-    """(a, b) -> (bf16(a c - b s), bf16(a s + b c)) for adjacent pairs of the last `rope_dim` channels; s negated if inverse.
+    """(a, b) -> (bf16(a c - b s), bf16(a s + b c)) for adjacent pairs of the last `rope_dim` channels; s negated if
+    inverse.
 
     Shapes: x, y bf16 bits ``[n, heads, dim]``, table f32 ``[n, rope_dim / 2, 2]`` (cos, sin of the row's position).
     Every product is rounded to f32 before the addition, as the official complex product does.

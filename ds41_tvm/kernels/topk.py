@@ -17,7 +17,7 @@ def order_key(bits: Any) -> Any:
 
 
 @T.macro
-def _deciding_bucket(count, state):  # type: ignore[no-untyped-def]
+def _deciding_bucket(count, state):
     """Walk down from the highest bucket to the one that holds the state[1]-th best; state[1] becomes the rank in it."""
     state[2] = T.int32(255)
     while count[state[2]] < state[1]:
@@ -26,13 +26,13 @@ def _deciding_bucket(count, state):  # type: ignore[no-untyped-def]
 
 
 @T.macro
-def _select_row(S, L, O, vt, k, count, state, position):  # type: ignore[no-untyped-def]
+def _select_row(S, L, Out, vt, k, count, state, position):
     """Write the selection of row vt. state: threshold key, how many equal to it to take, cursor, columns taken."""
     if L[vt] <= k:
         for i in range(k):
-            O[vt, i] = T.int32(-1)
+            Out[vt, i] = T.int32(-1)
         for i in range(L[vt]):
-            O[vt, i] = position(i)
+            Out[vt, i] = position(i)
     else:
         state[1] = T.int32(k)
         for i in range(256):
@@ -51,11 +51,11 @@ def _select_row(S, L, O, vt, k, count, state, position):  # type: ignore[no-unty
         state[3] = T.int32(0)
         for c in range(L[vt]):
             if order_key(S[vt, c]) > state[0]:
-                O[vt, state[3]] = position(c)
+                Out[vt, state[3]] = position(c)
                 state[3] = state[3] + 1
             else:
                 if order_key(S[vt, c]) == state[0] and state[1] > 0:
-                    O[vt, state[3]] = position(c)
+                    Out[vt, state[3]] = position(c)
                     state[3] = state[3] + 1
                     state[1] = state[1] - 1
 
@@ -63,11 +63,12 @@ def _select_row(S, L, O, vt, k, count, state, position):  # type: ignore[no-unty
 def topk_lowest_index(k: int, size: int) -> PrimFunc:
     """The min(k, limit) best of columns 0..limit-1 of each row; equal scores are taken in ascending column order.
 
-    A two-level radix select on 16-bit keys: count the high bytes, then the low bytes within the deciding high byte; what
-    lies above the threshold is taken whole, of what equals it the first ones.
+    A two-level radix select on 16-bit keys: count the high bytes, then the low bytes within the deciding high byte;
+    what lies above the threshold is taken whole, of what equals it the first ones.
 
     Shapes: s bf16 bits ``[n, width]``, limit int32 ``[n]`` (at most width), out int32 ``[n, k]``. With `size` > 0,
-    candidates int32 ``[n, c]`` comes before out and column c * size + i stands for position candidates[t, c] * size + i.
+    candidates int32 ``[n, c]`` comes before out and column c * size + i stands for position candidates[t, c] * size +
+    i.
     """
 
     @T.prim_func(s_tir=True)
@@ -76,15 +77,15 @@ def topk_lowest_index(k: int, size: int) -> PrimFunc:
         n, width = T.int64(), T.int64()
         S = T.match_buffer(s, (n, width), "uint16")
         L = T.match_buffer(limit, (n,), "int32")
-        O = T.match_buffer(out, (n, k), "int32")
+        Out = T.match_buffer(out, (n, k), "int32")
         for t in range(n):
             with T.sblock("select"):
                 vt = T.axis.spatial(n, t)
                 T.reads(S[vt, 0:width], L[vt])
-                T.writes(O[vt, 0:k])
+                T.writes(Out[vt, 0:k])
                 count = T.sblock_alloc_buffer((256,), "int32", scope="local")
                 state = T.sblock_alloc_buffer((4,), "int32", scope="local")
-                _select_row(S, L, O, vt, k, count, state, lambda c: c)
+                _select_row(S, L, Out, vt, k, count, state, lambda c: c)
 
     if size == 0:
         return columns
@@ -96,14 +97,14 @@ def topk_lowest_index(k: int, size: int) -> PrimFunc:
         S = T.match_buffer(s, (n, width), "uint16")
         L = T.match_buffer(limit, (n,), "int32")
         C = T.match_buffer(candidates, (n, blocks), "int32")
-        O = T.match_buffer(out, (n, k), "int32")
+        Out = T.match_buffer(out, (n, k), "int32")
         for t in range(n):
             with T.sblock("select"):
                 vt = T.axis.spatial(n, t)
                 T.reads(S[vt, 0:width], L[vt], C[vt, 0:blocks])
-                T.writes(O[vt, 0:k])
+                T.writes(Out[vt, 0:k])
                 count = T.sblock_alloc_buffer((256,), "int32", scope="local")
                 state = T.sblock_alloc_buffer((4,), "int32", scope="local")
-                _select_row(S, L, O, vt, k, count, state, lambda c: C[vt, c // size] * size + c % size)
+                _select_row(S, L, Out, vt, k, count, state, lambda c: C[vt, c // size] * size + c % size)
 
     return candidate_columns

@@ -26,14 +26,14 @@ def _greater(a: Any, b: Any) -> Any:
 
 
 @T.macro
-def _swap(pair, v, a, b):  # type: ignore[no-untyped-def]
+def _swap(pair, v, a, b):
     v[0] = pair[a]
     pair[a] = pair[b]
     pair[b] = v[0]
 
 
 @T.macro
-def _adjust_heap(pair, r, v, first):  # type: ignore[no-untyped-def]
+def _adjust_heap(pair, r, v, first):
     """Sift v[0] from the hole r[_TOP] down to a leaf, then up again (``__adjust_heap``, ``__push_heap``)."""
     r[_HOLE] = r[_TOP]
     r[_CHILD] = r[_TOP]
@@ -56,7 +56,7 @@ def _adjust_heap(pair, r, v, first):  # type: ignore[no-untyped-def]
 
 
 @T.macro
-def _heap_select(pair, r, v, first, middle, last):  # type: ignore[no-untyped-def]
+def _heap_select(pair, r, v, first, middle, last):
     """libstdc++ ``__heap_select``: a heap of [first, middle), its worst on top, swallows what beats the worst."""
     r[_LENGTH] = middle - first
     r[_I] = (r[_LENGTH] - 2) // 2
@@ -83,7 +83,7 @@ def _median(pair: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @T.macro
-def _partition(pair, r, v):  # type: ignore[no-untyped-def]
+def _partition(pair, r, v):
     """Median of three to the front, then the unguarded partition around it; the cut goes to r[_CUT]."""
     r[_I] = r[_FIRST] + (r[_LAST] - r[_FIRST]) // 2
     r[_HOLE] = _median(pair, r[_FIRST] + 1, r[_I], r[_LAST] - 1)
@@ -105,7 +105,7 @@ def _partition(pair, r, v):  # type: ignore[no-untyped-def]
 
 
 @T.macro
-def _insertion_sort(pair, r, v):  # type: ignore[no-untyped-def]
+def _insertion_sort(pair, r, v):
     """Sort [first, last), at most three elements, stably with respect to `_greater`."""
     r[_I] = r[_FIRST] + 1
     while r[_I] < r[_LAST]:
@@ -119,7 +119,7 @@ def _insertion_sort(pair, r, v):  # type: ignore[no-untyped-def]
 
 
 @T.macro
-def _nth_element(pair, r, v, nth, end):  # type: ignore[no-untyped-def]
+def _nth_element(pair, r, v, nth, end):
     """libstdc++ ``nth_element(0, nth, end)``: introselect over [0, end)."""
     r[_FIRST] = T.int32(0)
     r[_LAST] = end
@@ -157,12 +157,12 @@ def topk_torch_cpu(k: int) -> PrimFunc:
         S = T.match_buffer(s, (n, width), "uint16")
         N = T.match_buffer(total, (n,), "int32")
         L = T.match_buffer(limit, (n,), "int32")
-        O = T.match_buffer(out, (n, k), "int32")
+        Out = T.match_buffer(out, (n, k), "int32")
         for t in range(n):
             with T.sblock("select"):
                 vt = T.axis.spatial(n, t)
                 T.reads(S[vt, 0:width], N[vt], L[vt])
-                T.writes(O[vt, 0:k])
+                T.writes(Out[vt, 0:k])
                 # One pair per element: key in the high bits, column in the low 32. Only keys are ever compared.
                 pair = T.sblock_alloc_buffer((width + T.int64(1),), "int64")
                 chosen = T.sblock_alloc_buffer((width + T.int64(1),), "uint8")
@@ -182,10 +182,10 @@ def topk_torch_cpu(k: int) -> PrimFunc:
                 r[_CURSOR] = T.int32(0)
                 for c in range(L[vt]):
                     if chosen[c] == T.uint8(1):
-                        O[vt, r[_CURSOR]] = c
+                        Out[vt, r[_CURSOR]] = c
                         r[_CURSOR] = r[_CURSOR] + 1
                 for i in range(k):
                     if i >= r[_CURSOR]:
-                        O[vt, i] = T.int32(-1)
+                        Out[vt, i] = T.int32(-1)
 
     return main

@@ -123,9 +123,7 @@ class Layer:
         c, n, p, ctx = self.context.program.config, step.tokens, self.context.program, self.context
         heads, dim = c.index_n_heads, c.index_head_dim
         turned = self._rows("index_rope", n, heads, dim)[:n]
-        ctx[p.rope(heads, dim)](
-            self._linear("indexer.wq_b", qr, n)[:n].reshape(n, heads, dim), step.rope[True], turned
-        )
+        ctx[p.rope(heads, dim)](self._linear("indexer.wq_b", qr, n)[:n].reshape(n, heads, dim), step.rope[True], turned)
         q = self._rows("index_q", n, heads, formats.row_bytes("index", dim), dtype=np.uint8)[:n]
         ctx[p.pack("index", heads, dim)](turned, self._arange(n), q)
         w = self._rows("index_weights", n, heads)[:n]
@@ -162,8 +160,8 @@ class Layer:
             yield first, last, layer
 
     def _select_run(
-        self, step: Step, rows: LayerRows, q: Array, w: U16, allowed: Array | None, begin: int, end: int, key_layer: int,
-        scores: Array | None,
+        self, step: Step, rows: LayerRows, q: Array, w: U16, allowed: Array | None, begin: int, end: int,
+        key_layer: int, scores: Array | None,
     ) -> None:  # fmt: skip
         """Score and select the tokens begin..end - 1, as many at a time as their scores fit `SCORE_BYTES`."""
         c, p, ctx = self.context.program.config, self.context.program, self.context
@@ -238,7 +236,8 @@ class Layer:
             step.start, step.base, step.slot,
         )  # fmt: skip
         if self.role.ratio:
-            assert self.role.kv_source is not None and self.role.index_source is not None  # of every compressed layer
+            assert self.role.kv_source is not None  # every compressed layer has its sources
+            assert self.role.index_source is not None
             selection = self._source(step, self.role.index_source).selection
             assert selection is not None  # an index source leaves one
             groups: Groups = step.groups[self.role.ratio]

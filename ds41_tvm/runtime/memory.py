@@ -15,7 +15,8 @@ from ds41_tvm.packing import aligned
 def zero_pages(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """A zeroed, page-aligned array whose pages take memory only once they are written."""
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size).view(dtype).reshape(shape)
+    out: NDArray[Any] = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size).view(dtype).reshape(shape)
+    return out
 
 
 class RowPool:
@@ -80,7 +81,8 @@ class Workspace:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.nbytes < size:
             buffer = self._buffers[name] = aligned(size, np.uint8)
-        return buffer[:size].view(dtype).reshape(shape)
+        out: NDArray[Any] = buffer[:size].view(dtype).reshape(shape)
+        return out
 
     @property
     def nbytes(self) -> int:

@@ -177,7 +177,9 @@ def _bits(x: Any, shape: tuple[int, int]) -> tuple[Array, Any]:
     try:
         array = np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"x is a {type(x).__name__} that NumPy cannot read ({error}); expected bf16 as an array") from error
+        raise InputError(
+            f"x is a {type(x).__name__} that NumPy cannot read ({error}); expected bf16 as an array"
+        ) from error
     # A dtype of swapped bytes has the same name.
     if array.dtype.name == "bfloat16" and array.dtype.isnative:
         dtype, array = array.dtype, array.view(np.uint16)

@@ -27,13 +27,13 @@ class Caches:
         self.window_ring = c.window_size + program.draft
         roles = [c.role(layer) for layer in program.layers]
         row = (formats.row_bytes("window", c.head_dim),)
-        self.rings = RowPool(self.window_ring, {layer: (row, np.uint8) for layer in program.layers})
+        self.rings = RowPool(self.window_ring, dict.fromkeys(program.layers, (row, np.uint8)))
         self.sources = {
             ratio: tuple(r.layer for r in roles if r.kind == "full" and r.ratio == ratio)
             for ratio in sorted({r.ratio for r in roles if r.kind == "full"})
         }
         self.members = {
-            ratio: RowPool(ratio + program.draft, {layer: ((2, c.head_dim), np.float32) for layer in layers})
+            ratio: RowPool(ratio + program.draft, dict.fromkeys(layers, ((2, c.head_dim), np.float32)))
             for ratio, layers in self.sources.items()
             if ratio > 1
         }
@@ -41,7 +41,11 @@ class Caches:
         self.blocks = {
             ratio: RowPool(
                 program.block_rows,
-                {(layer, what): (shape, np.uint8) for layer in layers for what, shape in (("latent", latent), ("key", key))},
+                {
+                    (layer, what): (shape, np.uint8)
+                    for layer in layers
+                    for what, shape in (("latent", latent), ("key", key))
+                },
             )
             for ratio, layers in self.sources.items()
         }
@@ -80,7 +84,7 @@ class Sequence:
         """Take back the tokens from position `length` on, e.g. rejected drafts.
 
         Any number down to `Program.draft` tokens below the greatest length so far can be taken back, or all of them;
-        the window of what remains would otherwise be overwritten. Raises StateError beyond that.
+        what the rings hold for the tokens that remain would otherwise be overwritten. Raises StateError beyond that.
         """
         self.check_open()
         if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or not 0 <= length <= self.length:
@@ -90,11 +94,11 @@ class Sequence:
         if length == 0:
             self._highest = 0
             self.published = None
-        elif max(0, length - self._caches.config.window_size + 1) < self._highest - self._caches.window_ring:
+        elif length < self._highest - self._caches.program.draft:
             raise StateError(
-                f"cannot truncate a sequence that had {self._highest} tokens to {length}: its window holds what the last "
-                f"{self._caches.program.draft} tokens need to be taken back, no more; truncate to 0 and feed the tokens "
-                f"again, or build the runner with a larger draft"
+                f"cannot truncate a sequence that had {self._highest} tokens to {length}: its rings hold what the last "
+                f"{self._caches.program.draft} tokens need to be taken back, no more; truncate to 0 and feed the "
+                f"tokens again, or build the runner with a larger draft"
             )
         self.length = int(length)
         self.touch()
@@ -164,7 +168,8 @@ class Sequence:
     # ---- views
 
     def window_cache(self, layer: int) -> NDArray[np.uint16]:
-        """Dequantised window ring in the official layout: bf16 bits [window_size, head_dim], position p at p % window_size.
+        """Dequantised window ring in the official layout: bf16 bits [window_size, head_dim], position p at p %
+        window_size.
 
         Rows of positions that do not exist yet are zero.
         """

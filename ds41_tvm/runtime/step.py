@@ -79,14 +79,12 @@ class Step:
             sequence.check_open()
             if sequence.stamp != self.stamps[i]:
                 raise StepError(
-                    f"sequence {i} of the step had {self.start[i]} tokens when the step was planned and was changed, or "
-                    f"planned for, since; it has {sequence.length} now; plan a new step"
+                    f"sequence {i} of the step had {self.start[i]} tokens when the step was planned and was changed, "
+                    f"or planned for, since; it has {sequence.length} now; plan a new step"
                 )
 
 
-def plan_step(
-    caches: Caches, frequencies: Mapping[bool, F32], parts: Iterable[tuple[Sequence, int]]
-) -> Step:
+def plan_step(caches: Caches, frequencies: Mapping[bool, F32], parts: Iterable[tuple[Sequence, int]]) -> Step:
     """Plan `count` new tokens for each (sequence, count); see `Runner.step`."""
     pairs = _checked(caches, parts)
     sequences, counts = tuple(s for s, _ in pairs), tuple(n for _, n in pairs)

@@ -19,7 +19,9 @@ def check_threads(threads: int | None) -> int:
     if threads is None:
         return most
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= most:
-        raise UsageError(f"threads is {threads!r}; expected an integer from 1 to {most}, the processors of this process")
+        raise UsageError(
+            f"threads is {threads!r}; expected an integer from 1 to {most}, the processors of this process"
+        )
     return threads
 
 

@@ -61,8 +61,9 @@ class _Reader:
         if array.dtype.name == "bfloat16" and dtype == "uint16":
             array = array.view(np.uint16)
         if array.shape != shape:
-            raise WrongShape(f"tensor {full} has shape {tuple(array.shape)}; layer {self.role.layer} ({self.role.kind}) "
-                             f"needs {shape}")  # fmt: skip
+            raise WrongShape(
+                f"tensor {full} has shape {tuple(array.shape)}; layer {self.role.layer} ({self.role.kind}) needs {shape}"
+            )
         if array.dtype.name != dtype:
             raise WrongDtype(f"tensor {full} is {array.dtype}; expected {dtype} ({_MEANING[dtype]})")
         return array

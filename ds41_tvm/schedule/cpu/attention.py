@@ -1,10 +1,10 @@
 """Sparse attention for CPUs: rows decoded once per query and shared by its heads, two register-tiled products.
 
-Its own program, because the plain kernel decodes a row inside every dot product. Layouts: decoded rows ``[row, channel]``,
-queries ``[channel, head]``, scores ``[row, head]``. A vector holds 16 heads in the first product and in the softmax, 16
-channels in the second, so no sum runs across a vector and every sum is taken in ascending order: channels in the scores,
-rows in the softmax and the output. `split` cuts the heads of a query into that many parallel tasks, for steps with fewer
-queries than threads; heads do not touch each other, so the bits stay the same.
+Its own program, because the plain kernel decodes a row inside every dot product. Layouts: decoded rows ``[row,
+channel]``, queries ``[channel, head]``, scores ``[row, head]``. A vector holds 16 heads in the first product and in
+the softmax, 16 channels in the second, so no sum runs across a vector and every sum is taken in ascending order:
+channels in the scores, rows in the softmax and the output. `split` cuts the heads of a query into that many parallel
+tasks, for steps with fewer queries than threads; heads do not touch each other, so the bits stay the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _tiles(heads: int, dim: int) -> tuple[int, int, int]:
 
 
 @T.macro
-def _decode_window(rows, j, source, row, dim):  # type: ignore[no-untyped-def]
+def _decode_window(rows, j, source, row, dim):
     for b in range(dim // 32):
         for i in T.vectorized(32):
             rows[j, b * 32 + i] = e4m3_code_to_f32(T.Cast("uint16", source[row, b * 32 + i])) * e8m0_to_f32(
@@ -45,7 +45,7 @@ def _decode_window(rows, j, source, row, dim):  # type: ignore[no-untyped-def]
 
 
 @T.macro
-def _decode_latent(rows, j, source, row, dim):  # type: ignore[no-untyped-def]
+def _decode_latent(rows, j, source, row, dim):
     for b in range(dim // 32):
         for i in T.vectorized(16):
             rows[j, b * 32 + i] = e2m1_to_f32(source[row, b * 16 + i]) * e4m3_to_f32(source[row, dim // 2 + 2 * b])
@@ -56,7 +56,7 @@ def _decode_latent(rows, j, source, row, dim):  # type: ignore[no-untyped-def]
 
 
 @T.macro
-def _scores(rows, query, score, tile, count, dim, padded, wide):  # type: ignore[no-untyped-def]
+def _scores(rows, query, score, tile, count, dim, padded, wide):
     """score[r, h] = dim^-0.5 * sum_d rows[r, d] * query[d, h], a tile of ROWS x `wide` at a time."""
     for r, c in T.grid((count + T.int64(ROWS - 1)) // T.int64(ROWS), padded // wide):
         for i in T.unroll(ROWS):
@@ -72,7 +72,7 @@ def _scores(rows, query, score, tile, count, dim, padded, wide):  # type: ignore
 
 
 @T.macro
-def _softmax(score, sink, first_head, top, total, count, padded, heads):  # type: ignore[no-untyped-def]
+def _softmax(score, sink, first_head, top, total, count, padded, heads):
     """score becomes e^(score - top); total its sum plus the sink's term. 16 heads at a time."""
     for c in range(padded // 16):
         for lane in T.vectorized(16):
@@ -93,8 +93,8 @@ def _softmax(score, sink, first_head, top, total, count, padded, heads):  # type
 
 
 @T.macro
-def _output(rows, score, total, tile, O, vt, first_head, count, dim, heads, wide):  # type: ignore[no-untyped-def]
-    """O[h, d] = bf16(sum_r score[r, h] * rows[r, d] / total[h]), a tile of HEADS x `wide` at a time."""
+def _output(rows, score, total, tile, Out, vt, first_head, count, dim, heads, wide):
+    """Out[h, d] = bf16(sum_r score[r, h] * rows[r, d] / total[h]), a tile of HEADS x `wide` at a time."""
     for d, g in T.grid(dim // wide, (heads + HEADS - 1) // HEADS):
         for i in T.unroll(HEADS):
             for lane in T.vectorized(wide):
@@ -106,11 +106,15 @@ def _output(rows, score, total, tile, O, vt, first_head, count, dim, heads, wide
         for i in T.unroll(HEADS):
             if g * HEADS + i < heads:
                 for lane in T.vectorized(wide):
-                    O[vt, first_head + g * HEADS + i, d * wide + lane] = f32_to_bf16(tile[i, lane] / total[g * HEADS + i])
+                    Out[vt, first_head + g * HEADS + i, d * wide + lane] = f32_to_bf16(
+                        tile[i, lane] / total[g * HEADS + i]
+                    )
 
 
 @T.macro
-def _attend(Q, O, sink, vt, first_head, rows, query, score, top, total, tile, out_tile, count, dim, heads, padded, hw, dw):  # type: ignore[no-untyped-def]
+def _attend(
+    Q, Out, sink, vt, first_head, rows, query, score, top, total, tile, out_tile, count, dim, heads, padded, hw, dw
+):
     for d in range(dim):
         for h in range(padded):
             query[d, h] = T.if_then_else(
@@ -118,7 +122,7 @@ def _attend(Q, O, sink, vt, first_head, rows, query, score, top, total, tile, ou
             )
     _scores(rows, query, score, tile, count, dim, padded, hw)
     _softmax(score, sink, first_head, top, total, count, padded, heads)
-    _output(rows, score, total, out_tile, O, vt, first_head, count, dim, heads, dw)
+    _output(rows, score, total, out_tile, Out, vt, first_head, count, dim, heads, dw)
 
 
 def _window(all_heads: int, dim: int, window: int, ring_rows: int, split: int) -> PrimFunc:
@@ -141,13 +145,13 @@ def _window(all_heads: int, dim: int, window: int, ring_rows: int, split: int) -
         first = T.match_buffer(start, (seqs,), "int32")
         base = T.match_buffer(row, (seqs,), "int32")
         place = T.match_buffer(slot, (seqs,), "int32")
-        O = T.match_buffer(o, (n, all_heads, dim), "uint16")
+        Out = T.match_buffer(o, (n, all_heads, dim), "uint16")
         for task in T.parallel(n * T.int64(split)):
             with T.sblock("attend"):
                 v = T.axis.spatial(n * T.int64(split), task)
                 T.reads(Q[0:n, 0:all_heads, 0:dim], F[0:n, 0:row_bytes], R[0:p, 0:row_bytes], sink[0:all_heads], P[0:n],
                         N[0:n], first[0:seqs], base[0:seqs], place[0:seqs])  # fmt: skip
-                T.writes(O[0:n, 0:all_heads, 0:dim])
+                T.writes(Out[0:n, 0:all_heads, 0:dim])
                 rows = T.sblock_alloc_buffer((capacity, dim), "float32")
                 query = T.sblock_alloc_buffer((dim, padded), "float32")
                 score = T.sblock_alloc_buffer((capacity, padded), "float32")
@@ -168,7 +172,7 @@ def _window(all_heads: int, dim: int, window: int, ring_rows: int, split: int) -
                         _decode_window(rows, j, F, at[0], dim)
                     else:
                         _decode_window(rows, j, R, T.int64(-1) - at[0], dim)
-                _attend(Q, O, sink, vt, head, rows, query, score, top, total, tile, out_tile, count[0], dim, heads,
+                _attend(Q, Out, sink, vt, head, rows, query, score, top, total, tile, out_tile, count[0], dim, heads,
                         padded, hw, dw)  # fmt: skip
 
     return main
@@ -200,14 +204,14 @@ def _with_latents(
         L = T.match_buffer(latents, (stored, latent_bytes), "uint8")
         B = T.match_buffer(table, (seqs, blocks), "int32")
         C = T.match_buffer(selected, (n, k), "int32")
-        O = T.match_buffer(o, (n, all_heads, dim), "uint16")
+        Out = T.match_buffer(o, (n, all_heads, dim), "uint16")
         for task in T.parallel(n * T.int64(split)):
             with T.sblock("attend"):
                 v = T.axis.spatial(n * T.int64(split), task)
                 T.reads(Q[0:n, 0:all_heads, 0:dim], F[0:n, 0:row_bytes], R[0:p, 0:row_bytes], sink[0:all_heads], P[0:n],
                         N[0:n], first[0:seqs], base[0:seqs], place[0:seqs], L[0:stored, 0:latent_bytes],
                         B[0:seqs, 0:blocks], C[0:n, 0:k])  # fmt: skip
-                T.writes(O[0:n, 0:all_heads, 0:dim])
+                T.writes(Out[0:n, 0:all_heads, 0:dim])
                 rows = T.sblock_alloc_buffer((capacity, dim), "float32")
                 query = T.sblock_alloc_buffer((dim, padded), "float32")
                 score = T.sblock_alloc_buffer((capacity, padded), "float32")
@@ -235,7 +239,7 @@ def _with_latents(
                         )
                         _decode_latent(rows, count[0], L, at[0], dim)
                         count[0] = count[0] + T.int64(1)
-                _attend(Q, O, sink, vt, head, rows, query, score, top, total, tile, out_tile, count[0], dim, heads,
+                _attend(Q, Out, sink, vt, head, rows, query, score, top, total, tile, out_tile, count[0], dim, heads,
                         padded, hw, dw)  # fmt: skip
 
     return main

@@ -26,16 +26,16 @@ def index_scores_cpu(heads: int, dim: int, block_rows: int, candidate_block: int
 
 
 @T.macro
-def _load_query(Q, W, vt, query, weight, heads, padded, dim):  # type: ignore[no-untyped-def]
+def _load_query(Q, W, vt, query, weight, heads, padded, dim):
     """query[channel, head] in f32 (exact), weight[head]; heads that pad the last vector are zero."""
     for h in range(padded):
         for b in range(dim // 32):
             for i in range(16):
                 if h < heads:
                     query[b * 32 + i, h] = e2m1_to_f32(Q[vt, h, b * 16 + i]) * e8m0_to_f32(Q[vt, h, dim // 2 + b])
-                    query[b * 32 + 16 + i, h] = e2m1_to_f32(T.shift_right(Q[vt, h, b * 16 + i], T.uint8(4))) * e8m0_to_f32(
-                        Q[vt, h, dim // 2 + b]
-                    )
+                    query[b * 32 + 16 + i, h] = e2m1_to_f32(
+                        T.shift_right(Q[vt, h, b * 16 + i], T.uint8(4))
+                    ) * e8m0_to_f32(Q[vt, h, dim // 2 + b])
                 else:
                     query[b * 32 + i, h] = T.float32(0)
                     query[b * 32 + 16 + i, h] = T.float32(0)
@@ -43,7 +43,7 @@ def _load_query(Q, W, vt, query, weight, heads, padded, dim):  # type: ignore[no
 
 
 @T.macro
-def _decode_key(key, i, K, row, dim):  # type: ignore[no-untyped-def]
+def _decode_key(key, i, K, row, dim):
     for b in range(dim // 32):
         for lane in T.vectorized(16):
             key[i, b * 32 + lane] = e2m1_to_f32(K[row, b * 16 + lane]) * e8m0_to_f32(K[row, dim // 2 + b])
@@ -54,7 +54,7 @@ def _decode_key(key, i, K, row, dim):  # type: ignore[no-untyped-def]
 
 
 @T.macro
-def _score_tile(key, query, weight, acc, dot, product, score, heads, padded, dim):  # type: ignore[no-untyped-def]
+def _score_tile(key, query, weight, acc, dot, product, score, heads, padded, dim):
     """score[i] of the TILE rows of `key`, 16 heads at a time."""
     for c in range(padded // 16):
         for i in T.unroll(TILE):
@@ -189,7 +189,9 @@ def _candidates(heads: int, dim: int, block_rows: int, size: int, spread: int) -
                     at[4] = T.int64(0)
                     for i in range(TILE):
                         at[2] = T.min(at[0] + g * T.int64(TILE) + i, count * T.int64(size) - T.int64(1))
-                        position[i] = T.Cast("int64", C[vt, at[2] // T.int64(size)]) * T.int64(size) + at[2] % T.int64(size)
+                        position[i] = T.Cast("int64", C[vt, at[2] // T.int64(size)]) * T.int64(size) + at[2] % T.int64(
+                            size
+                        )
                         if position[i] < T.int64(0) or position[i] >= T.Cast("int64", V[vt]):
                             position[i] = T.int64(-1)
                         else:

@@ -49,7 +49,9 @@ def _prefetch(pointer: Any) -> Any:
 
 
 def _configuration(index: Any, rows: int) -> Any:
-    """Byte `index` of the tile configuration: palette 1, eight tiles 64 bytes wide, weights 16 rows, the others `rows`."""
+    """Byte `index` of the tile configuration: palette 1, eight tiles 64 bytes wide, weights 16 rows, the others
+    `rows`.
+    """
     is_width = (index >= 16) & (index < 32) & (index % 2 == 0)
     is_rows = (index >= 48) & (index < 56)
     count = T.Select(index - 48 >= _WEIGHT, T.uint8(16), T.uint8(rows))
@@ -57,32 +59,34 @@ def _configuration(index: Any, rows: int) -> Any:
 
 
 @T.macro
-def _configure(setup, rows):  # type: ignore[no-untyped-def]
+def _configure(setup, rows):
     for i in range(64):
         setup[i] = _configuration(i, rows)
     T.evaluate(_op("ldtilecfg", setup.access_ptr("r")))
 
 
 @T.macro
-def _clear(halves):  # type: ignore[no-untyped-def]
+def _clear(halves):
     for c in T.unroll(halves):
         T.evaluate(_op("tilezero", T.uint8(c)))
 
 
 @T.macro
-def _multiply(X, x_offset, x_stride, W, w_offset, tile, halves):  # type: ignore[no-untyped-def]
+def _multiply(X, x_offset, x_stride, W, w_offset, tile, halves):
     """Accumulators += 32 inner indices of X (from element x_offset) times the same of W (from word w_offset)."""
     T.evaluate(_op("tileloadd64", T.uint8(_ACTIVATION), X.access_ptr("r", offset=x_offset), T.int64(x_stride * 2)))
     for c in T.unroll(halves):
         T.evaluate(
-            _op("tileloadd64", T.uint8(_WEIGHT + c), W.access_ptr("r", offset=w_offset + c * COLUMNS), T.int64(tile * 4))
+            _op(
+                "tileloadd64", T.uint8(_WEIGHT + c), W.access_ptr("r", offset=w_offset + c * COLUMNS), T.int64(tile * 4)
+            )
         )
     for c in T.unroll(halves):
         T.evaluate(_op("tdpbf16ps", T.uint8(c), T.uint8(_ACTIVATION), T.uint8(_WEIGHT + c)))
 
 
 @T.macro
-def _write(sums, Y, b, column, tile, halves, rows, store):  # type: ignore[no-untyped-def]
+def _write(sums, Y, b, column, tile, halves, rows, store):
     """Y[b, i, column + j] = store(accumulators)."""
     for c in T.unroll(halves):
         T.evaluate(_op("tilestored64", T.uint8(c), sums.access_ptr("w", offset=c * COLUMNS), T.int64(tile * 4)))
@@ -154,7 +158,9 @@ def _fp8(n: int, k: int, groups: int, out: str, tile: int, rows: int) -> PrimFun
         for jo in T.parallel(n // tile):
             with T.sblock("column_tile"):
                 vj = T.axis.spatial(n // tile, jo)
-                T.reads(X[0:m, 0:rows, 0 : groups * k], w[vj, 0 : k // 2, 0:tile], scale[0 : (n + 31) // 32, 0 : k // 32])
+                T.reads(
+                    X[0:m, 0:rows, 0 : groups * k], w[vj, 0 : k // 2, 0:tile], scale[0 : (n + 31) // 32, 0 : k // 32]
+                )
                 T.writes(Y[0:m, 0:rows, vj * tile : vj * tile + tile])
                 setup = T.sblock_alloc_buffer((64,), "uint8", scope="local")
                 sums = T.sblock_alloc_buffer((rows, tile), "float32", scope="local")
