@@ -8,7 +8,7 @@
     out = {layer: runner.forward(layer, x[layer], step) for layer in runner.layers}
     runner.commit(step)
 
-Nothing heavy is imported before it is used: `build` is the first to load TVM's compiler.
+Nothing heavy is imported before it is used: `build` and `compile` load TVM's compiler, `load` only its runtime.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Artifact": "ds41_tvm.artifact.load",
     "AttentionConfig": "ds41_tvm.config",
     "LayerRole": "ds41_tvm.config",
     "Ds41Error": "ds41_tvm.errors",
@@ -27,7 +28,10 @@ _HOMES = {
     "Sequence": "ds41_tvm.runtime.state",
     "Step": "ds41_tvm.runtime.step",
     "build": "ds41_tvm.api",
+    "compile": "ds41_tvm.compiler.artifact",
+    "load": "ds41_tvm.artifact.load",
     "load_checkpoint": "ds41_tvm.checkpoint",
+    "open_artifact": "ds41_tvm.artifact.load",
     "parse_target": "ds41_tvm.target",
     "random_input": "ds41_tvm.checkpoint",
     "synthetic_weights": "ds41_tvm.checkpoint",
@@ -37,7 +41,9 @@ __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
     from ds41_tvm.api import build
+    from ds41_tvm.artifact.load import Artifact, load, open_artifact
     from ds41_tvm.checkpoint import load_checkpoint, random_input, synthetic_weights, write_synthetic
+    from ds41_tvm.compiler.artifact import compile
     from ds41_tvm.config import AttentionConfig, LayerRole
     from ds41_tvm.errors import Ds41Error
     from ds41_tvm.reference.layer import Reference

@@ -105,3 +105,79 @@ class CompileError(Ds41Error):
 
 class UsageError(Ds41Error):
     """A command line or an API call contradicts itself."""
+
+
+class UsedConcurrently(UsageError):
+    """A runner was called from a second thread while a call of the first was still running."""
+
+
+class AfterFork(UsageError):
+    """A forked child called kernels from the thread whose workers only its parent has."""
+
+
+class StateFileError(StateError):
+    """A saved sequence is damaged, or belongs to another configuration, mode or set of weights."""
+
+
+class ArtifactError(Ds41Error):
+    """A compiled artefact cannot be used; base of the classes below. Raised before any of its kernels runs."""
+
+
+class MissingFile(ArtifactError):
+    """The artefact's folder, its manifest, or a file that the manifest names is absent or unreadable."""
+
+
+class BadManifest(ArtifactError):
+    """``manifest.json`` is not what its schema says, or contradicts itself."""
+
+
+class UnsafeFileName(BadManifest):
+    """The manifest names a file that would lie outside the artefact's folder."""
+
+
+class UnknownSchema(ArtifactError):
+    """The manifest has a schema version that this version of the package does not read."""
+
+
+class PinMismatch(ArtifactError):
+    """The manifest is not the one whose digest the caller expects."""
+
+
+class DigestMismatch(ArtifactError):
+    """A file's content is not what the manifest says."""
+
+
+class WrongFileSize(ArtifactError):
+    """A file is shorter or longer than the manifest says, or larger than any such file may be."""
+
+
+class BadModule(ArtifactError):
+    """The compiled module is not a whole shared library for this machine, or lacks a kernel."""
+
+
+class BadWeightFile(ArtifactError):
+    """A file of packed weights does not hold the tensors that the kernels read."""
+
+
+class AbiMismatch(ArtifactError):
+    """The artefact was built for another version of TVM's runtime or of tvm-ffi than is installed."""
+
+
+class UnsupportedCpu(ArtifactError):
+    """The kernels use processor features that this machine lacks."""
+
+
+class ConfigMismatch(ArtifactError):
+    """The weights given belong to another configuration than the artefact was compiled for."""
+
+
+class NoWeights(ArtifactError):
+    """The artefact was compiled without weights, and none were given."""
+
+
+class NotAnArtifact(ArtifactError):
+    """The output folder holds something else than an artefact and would be overwritten."""
+
+
+class BundleError(ArtifactError):
+    """A bundle could not be packed: a library or a wheel that it needs was not found."""

@@ -17,6 +17,11 @@ Ties = Literal["lowest-index", "torch-cpu"]
 Value = int | float | str
 # Linear layers whose input is quantised to e4m3 in linear mode fp8 (official names).
 FP8_LINEARS = frozenset({"wq_a", "wq_b", "wkv", "wo_b", "indexer.wq_b"})
+# Linear layers that selections depend on. One bf16 step in their results can tip a quantiser, that a score, and that a
+# selection; they are summed with more care, and are an eighth of a layer's products.
+SELECTING = frozenset(
+    {"wq_a", "compressor.wkv", "compressor.wgate", "indexer.wk", "indexer.wq_b", "indexer.weights_proj"}
+)
 # Row tiles of the linear kernels by form: one row for single tokens, many for the rest.
 ROW_TILES = {"fma": (1, 6), "amx": (1, 16)}
 PAD_ROWS = 16  # buffers of per-token rows are this much longer than the tokens, so that any row tile fits
@@ -47,7 +52,8 @@ def kernel(op: str, **params: Value) -> Kernel:
 class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A linear layer: y of `n` columns from `groups` slices of `k` inputs; `tile` columns packed side by side.
 
-    `weight`: bf16, fp8 or f32; `out`: bf16 or f32; `form`: fma or amx, see `schedule.cpu`.
+    `weight`: bf16, fp8 or f32; `out`: bf16 or f32; `total`: f32 or f64, see `kernels.linear`; `form`: fma or amx, see
+    `schedule.cpu`.
     """
 
     n: int
@@ -55,6 +61,7 @@ class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: int
     weight: str
     out: str
+    total: str
     tile: int
     form: str
 
@@ -115,7 +122,16 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         narrow = weight == "fp8" or self.target.has("amx-bf16")
         tile = next(t for t in ((32, 16, 8, 4, 2, 1) if narrow else (64, 32, 16, 8, 4, 2, 1)) if (n // groups) % t == 0)
         amx = self.target.has("amx-bf16") and weight != "f32" and k % 32 == 0 and tile >= 16
-        return Linear(n=n, k=k, groups=groups, weight=weight, out=result, tile=tile, form="amx" if amx else "fma")
+        return Linear(
+            n=n,
+            k=k,
+            groups=groups,
+            weight=weight,
+            out=result,
+            total="f64" if name in SELECTING or weight == "f32" else "f32",
+            tile=tile,
+            form="amx" if amx else "fma",
+        )
 
     # ---- the other kernels, by what they do in a layer
 

@@ -18,10 +18,18 @@ from typing import Annotated, Any, NoReturn
 from cyclopts import App, CycloptsError, Parameter
 
 from ds41_tvm import __version__
-from ds41_tvm.cli import doctor, synth
-from ds41_tvm.errors import CheckpointError, ConfigError, Ds41Error, InputError, TargetError, UsageError
+from ds41_tvm.cli import bundle_cmd, compile_cmd, doctor, inspect_cmd, synth, verify
+from ds41_tvm.errors import (
+    ArtifactError,
+    CheckpointError,
+    ConfigError,
+    Ds41Error,
+    InputError,
+    TargetError,
+    UsageError,
+)
 
-REFUSED = (UsageError, ConfigError, CheckpointError, InputError, TargetError)
+REFUSED = (UsageError, ConfigError, CheckpointError, InputError, TargetError, ArtifactError)
 REPORT_TO = "the issue tracker of ds41-tvm"
 
 
@@ -33,8 +41,12 @@ app = App(
     suppress_keyboard_interrupt=False,
     result_action="return_value",
 )
+app.command(bundle_cmd.bundle)
+app.command(compile_cmd.compile_command, name="compile")
 app.command(doctor.doctor)
+app.command(inspect_cmd.inspect)
 app.command(synth.synth)
+app.command(verify.verify)
 app.meta.suppress_keyboard_interrupt = False
 
 

@@ -28,13 +28,20 @@ def lower(kernels: Iterable[Kernel]) -> tvm.IRModule:
 
 
 def compile_program(program: Program, progress: Callable[[int, int], None] | None = None) -> dict[str, Function]:
+    """Callable kernels of a program, see `compile_kernels`."""
+    return compile_kernels(program.kernels(), program.target, progress)
+
+
+def compile_kernels(
+    kernels: Iterable[Kernel], kind: Target, progress: Callable[[int, int], None] | None = None
+) -> dict[str, Function]:
     """Callable kernels by name. `progress` is told (done, total) as groups of kernels are compiled.
 
     Raises CompileError naming the kernels if TVM refuses them.
     """
-    needed = program.kernels()
-    missing = [k for k in needed if (program.target, k) not in _compiled]
-    target = tvm_target(program.target)
+    needed = tuple(kernels)
+    missing = [k for k in needed if (kind, k) not in _compiled]
+    target = tvm_target(kind)
     for start in range(0, len(missing), 8):
         group = missing[start : start + 8]
         try:
@@ -42,10 +49,10 @@ def compile_program(program: Program, progress: Callable[[int, int], None] | Non
         except Exception as error:
             names = ", ".join(k.name for k in group)
             raise CompileError(
-                f"TVM {tvm.__version__} could not compile one of {names} for {program.target.name}: {error}"
+                f"TVM {tvm.__version__} could not compile one of {names} for {kind.name}: {error}"
             ) from error
         for kernel in group:
-            _compiled[program.target, kernel] = executable[kernel.name]
+            _compiled[kind, kernel] = executable[kernel.name]
         if progress is not None:
             progress(len(needed) - len(missing) + start + len(group), len(needed))
-    return {k.name: _compiled[program.target, k] for k in needed}
+    return {k.name: _compiled[kind, k] for k in needed}

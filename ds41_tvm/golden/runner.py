@@ -44,7 +44,9 @@ def runner_forward(case: GoldenCase, runner: Runner) -> tuple[Forward, list[Sequ
         ("tie rule", program.ties, case.ties),
     ):
         if has != needs:
-            raise UsageError(f"the runner's {what} is {has}; case {case.name} was recorded with {needs}; build one for it")
+            raise UsageError(
+                f"the runner's {what} is {has}; case {case.name} was recorded with {needs}; build one for it"
+            )
     sequences = [runner.new_sequence() for _ in range(case.batch)]
     current: list[Step] = []
 

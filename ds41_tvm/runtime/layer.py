@@ -53,8 +53,16 @@ class Layer:
         }
         self._attention = {split: context[program.attention(role, split)] for split in program.splits()}
 
-    def forward(self, x: U16, step: Step, trace: Trace | None) -> U16:
-        """Output bf16 bits ``[tokens, dim]``; `x` bf16 bits in a padded aligned buffer of `tokens` + PAD_ROWS rows."""
+    def rows_needed(self, n: int) -> int:
+        """Rows that the buffers of input and output must have for n tokens: whole row tiles of every linear layer."""
+        tiles = {max(f) if n > 1 else min(f) for f in self._linear_functions.values()}
+        return max(-(-n // rows) * rows for rows in tiles)
+
+    def forward(self, x: U16, step: Step, trace: Trace | None, out: U16 | None = None) -> U16:
+        """Output bf16 bits ``[tokens, dim]``; `x` bf16 bits in an aligned buffer of at least `rows_needed` rows.
+
+        The output is a new array, or the first rows of `out`, a buffer like that of x.
+        """
         c, n, p, ctx = self.context.program.config, step.tokens, self.context.program, self.context
         rope = step.rope[self.role.ratio > 0]
         qr = self._rows("qr", n, c.q_lora_rank)
@@ -77,7 +85,8 @@ class Layer:
         back = self._rows("back", n, c.n_heads, c.head_dim)
         ctx[p.rope(c.n_heads, c.head_dim, True)](o[:n], rope, back[:n])
         grouped = self._linear("wo_a", back.reshape(len(back), -1), n)
-        out = aligned((n + PAD_ROWS, c.dim), np.uint16)
+        if out is None:
+            out = aligned((n + PAD_ROWS, c.dim), np.uint16)
         self._linear("wo_b", grouped, n, out)
         if trace is not None:
             trace.update(qr=qr[:n].copy(), q=q[:n].copy(), o=o[:n].copy(), out=out[:n].copy())

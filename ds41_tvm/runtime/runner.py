@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds41_tvm.cpu_features import request_tiles
-from ds41_tvm.errors import ConfigError, InputError, StepError, TargetError
-from ds41_tvm.packing import aligned_copy
+from ds41_tvm.errors import ConfigError, InputError, StepError, TargetError, UsedConcurrently
+from ds41_tvm.packing import ALIGNMENT, aligned_copy
 from ds41_tvm.program import PAD_ROWS, Program
 from ds41_tvm.reference.rope import rope_frequencies
+from ds41_tvm.runtime.arrays import as_array
 from ds41_tvm.runtime.layer import Context, Layer
 from ds41_tvm.runtime.memory import Workspace
+from ds41_tvm.runtime.persist import restore_sequence
 from ds41_tvm.runtime.state import Caches, Sequence
 from ds41_tvm.runtime.step import Step, plan_step
 from ds41_tvm.runtime.threads import check_threads, use_threads
@@ -22,6 +28,25 @@ from ds41_tvm.runtime.trace import add_positions
 from ds41_tvm.runtime.weights import LayerWeights, pack_layer
 
 Array = NDArray[Any]
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+
+
+def _one_thread(method: Callable[Concatenate[Runner, _P], _R]) -> Callable[Concatenate[Runner, _P], _R]:
+    """A method that refuses to run while another thread is inside one: they share scratch buffers and caches."""
+
+    @functools.wraps(method)
+    def guarded(self: Runner, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not self._lock.acquire(blocking=False):
+            raise UsedConcurrently(
+                f"runner.{method.__name__} was called while another thread runs this runner; give each thread its own "
+                f"(artifact.runner() shares code and weights), or hold a lock around each call"
+            )
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._lock.release()
+
+    return guarded
 
 
 class Runner:
@@ -31,7 +56,8 @@ class Runner:
     by number). `threads`: None for all processors. `keys`: ``own``, the index keys of a layer's own source, so that a
     result does not depend on how a prompt is cut into steps; or ``published``, as the official code does: the keys of
     the layer that last completed a group, which in a decode step in the middle of a group is a later layer in the step
-    before. A runner and its sequences belong to one Python thread at a time.
+    before. A runner and its sequences belong to one Python thread at a time. `weights_digest`: names the weights, if
+    known, in saved sequences.
 
     Raises TargetError if this machine lacks a feature that the kernels were compiled for.
     """
@@ -43,6 +69,7 @@ class Runner:
         weights: Mapping[Any, Any],
         threads: int | None = None,
         keys: str = "own",
+        weights_digest: str = "",
     ) -> None:
         if keys not in ("own", "published"):
             raise ConfigError(f"keys is {keys!r}; expected 'own' or 'published'")
@@ -56,6 +83,8 @@ class Runner:
         self.config = program.config
         self.layers = program.layers
         self.caches = Caches(program)
+        self.caches.identity.update(keys=keys, weights=weights_digest)
+        self._lock = threading.Lock()
         self.workspace = Workspace()
         self._context = Context(program, functions, self.caches, self.workspace, check_threads(threads), keys)
         self._layers = {layer: self._bind(layer, weights) for layer in self.layers}
@@ -80,6 +109,12 @@ class Runner:
         """An empty sequence."""
         return Sequence(self.caches)
 
+    @_one_thread
+    def restore(self, path: str | os.PathLike[str]) -> Sequence:
+        """A new sequence with what `Sequence.save` wrote: it continues bit-identically. See `runtime.persist`."""
+        return restore_sequence(self.caches, Path(path))
+
+    @_one_thread
     def step(self, parts: Iterable[tuple[Sequence, int]]) -> Step:
         """Plan a step that feeds `count` new tokens to each (sequence, count), rows in that order; 0 tokens are fine.
 
@@ -89,14 +124,19 @@ class Runner:
         """
         return plan_step(self.caches, self._frequencies, parts)
 
+    @_one_thread
     def forward(
-        self, layer: int, x: Any, step: Step, trace: bool = False
+        self, layer: int, x: Any, step: Step, trace: bool = False, out: Any = None
     ) -> NDArray[np.uint16] | tuple[NDArray[np.uint16], dict[str, Any]]:
         """Attention output of `layer` for the tokens of `step`: bf16 ``[tokens, dim]``, of the dtype that x has.
 
-        x: ``[tokens, dim]`` of bf16, as uint16 bits or ml_dtypes.bfloat16; any strides and alignment. The layers of a
-        step run in ascending order, since later ones read what earlier ones select. With `trace`, also a dictionary of
-        intermediates, see `runtime.trace`. Raises InputError, StepError and StateError before anything runs.
+        x: ``[tokens, dim]`` of bf16, as uint16 bits, ml_dtypes.bfloat16 or anything with DLPack on the CPU (torch
+        tensors; the answer is then uint16 bits); any strides and alignment. `out`: an array of the same kinds to write
+        the result into; it is returned then. Kernels work on whole row tiles: memory of the caller is used in place
+        where it is contiguous, 64-byte aligned and has whole tiles (one token, or a multiple of `rows_in_place`), and
+        otherwise through a buffer of the runner. The layers of a step run in ascending order, since later ones read
+        what earlier ones select. With `trace`, also a dictionary of intermediates, see `runtime.trace`. Raises
+        InputError, StepError and StateError before anything runs, UsedConcurrently, AfterFork.
         """
         if layer not in self._layers:
             raise StepError(f"layer {layer!r} is not part of this runner; expected one of {list(self.layers)}")
@@ -104,21 +144,38 @@ class Runner:
             raise StepError("the step was not planned by this runner; use runner.step(...)")
         step.check_current()
         self._check_sources(layer, step)
-        bits, dtype = _bits(x, (step.tokens, self.config.dim))
+        shape = (step.tokens, self.config.dim)
+        bits, dtype = _bits(x, "x", shape)
+        target = None if out is None else _bits(out, "out", shape)[0]
+        if target is not None and not target.flags.writeable:
+            raise InputError("out is read-only; expected an array that can be written")
         traced: dict[str, Any] | None = {} if trace else None
         if step.tokens == 0:
-            out = np.zeros((0, self.config.dim), np.uint16)
+            result = np.zeros(shape, np.uint16)
             step.done.setdefault(layer, _no_rows(self.config))
         else:
-            padded = self.workspace.get("x", (step.tokens + PAD_ROWS, self.config.dim), np.uint16)
-            padded[: step.tokens] = bits
             use_threads(self.threads)
-            out = self._layers[layer].forward(padded, step, traced)
-        out = out if dtype == np.uint16 else out.view(dtype)
+            whole = self._layers[layer].rows_needed(step.tokens) == step.tokens
+            if not (whole and _in_place(bits)):
+                padded = self.workspace.get("x", (step.tokens + PAD_ROWS, self.config.dim), np.uint16)
+                padded[: step.tokens] = bits
+                bits = padded
+            direct = target if target is not None and whole and _in_place(target) else None
+            result = self._layers[layer].forward(bits, step, traced, direct)
+            if target is not None and direct is None:
+                target[...] = result
+        if out is not None:
+            result = out
+        elif dtype is not None:
+            result = result.view(dtype)
         if traced is None:
-            return out
+            return result
         add_positions(self, layer, step, traced)
-        return out, traced
+        return result, traced
+
+    def rows_in_place(self, layer: int) -> int:
+        """Numbers of tokens of which `forward` of this layer uses the caller's memory: 1 and the multiples of this."""
+        return self._layers[layer].rows_needed(2)
 
     def _check_sources(self, layer: int, step: Step) -> None:
         role = self.config.role(layer)
@@ -129,6 +186,7 @@ class Runner:
                     f"runner.forward for the layers in ascending order"
                 )
 
+    @_one_thread
     def commit(self, step: Step) -> None:
         """Make the step's tokens part of their sequences. All layers of the runner must have run on it.
 
@@ -172,27 +230,22 @@ def _no_rows(config: Any) -> Any:
     return LayerRows(np.zeros((0, 0), np.uint8), (nothing, nothing), np.zeros((0, config.index_topk), np.int32), None)
 
 
-def _bits(x: Any, shape: tuple[int, int]) -> tuple[Array, Any]:
-    """x as uint16 bits and the dtype to answer in. Raises InputError unless it is bf16 of that shape."""
-    try:
-        array = np.asarray(x)
-    except (TypeError, ValueError, RuntimeError) as error:
+def _bits(x: Any, what: str, shape: tuple[int, int]) -> tuple[Array, Any]:
+    """x as uint16 bits and the dtype to answer in, None for bits. Raises InputError unless it is bf16 of that shape."""
+    array, name = as_array(x, what)
+    if array.dtype != np.uint16:
         raise InputError(
-            f"x is a {type(x).__name__} that NumPy cannot read ({error}); expected bf16 as an array"
-        ) from error
-    # A dtype of swapped bytes has the same name.
-    if array.dtype.name == "bfloat16" and array.dtype.isnative:
-        dtype, array = array.dtype, array.view(np.uint16)
-    elif array.dtype == np.uint16:
-        dtype = array.dtype
-    else:
-        raise InputError(
-            f"x has dtype {array.dtype}; expected bf16, as uint16 bits or ml_dtypes.bfloat16: round float32 with "
-            f"ds41_tvm.numerics.formats.bf16_encode"
+            f"{what} has dtype {name}; expected bf16, as uint16 bits, ml_dtypes.bfloat16 or through DLPack: round "
+            f"float32 with ds41_tvm.numerics.formats.bf16_encode"
         )
     if array.shape != shape:
-        raise InputError(f"x has shape {tuple(array.shape)}; this step needs {shape} (tokens, dim)")
-    return array, dtype
+        raise InputError(f"{what} has shape {tuple(array.shape)}; this step needs {shape} (tokens, dim)")
+    return array, x.dtype if isinstance(x, np.ndarray) and name == "bfloat16" else None
+
+
+def _in_place(array: Array) -> bool:
+    """Whether a kernel can take the array as it is (what `aligned_copy` checks, too)."""
+    return array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % ALIGNMENT == 0
 
 
 __all__ = ["Runner", "aligned_copy"]

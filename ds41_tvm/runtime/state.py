@@ -7,6 +7,8 @@ compression ratio (latents and index keys of its source layers; group j in block
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ class Caches:
     def __init__(self, program: Program) -> None:
         c = self.config = program.config
         self.program = program
+        self.identity: dict[str, str] = {}  # of the runner: what saved sequences are checked against
         self.window_ring = c.window_size + program.draft
         roles = [c.role(layer) for layer in program.layers]
         row = (formats.row_bytes("window", c.head_dim),)
@@ -66,7 +69,7 @@ class Sequence:
         self._caches = caches
         self.length = 0
         # Rings hold the positions from `highest - ring` on: what was written there last, taken back or not.
-        self._highest = 0
+        self.highest = 0
         self.published: int | None = None
         self.stamp = 0  # another number after every change: a step that knows an older one is stale
         self.slot = caches.rings.take()
@@ -92,11 +95,11 @@ class Sequence:
         if length == self.length:
             return
         if length == 0:
-            self._highest = 0
+            self.highest = 0
             self.published = None
-        elif length < self._highest - self._caches.program.draft:
+        elif length < self.highest - self._caches.program.draft:
             raise StateError(
-                f"cannot truncate a sequence that had {self._highest} tokens to {length}: its rings hold what the last "
+                f"cannot truncate a sequence that had {self.highest} tokens to {length}: its rings hold what the last "
                 f"{self._caches.program.draft} tokens need to be taken back, no more; truncate to 0 and feed the "
                 f"tokens again, or build the runner with a larger draft"
             )
@@ -136,6 +139,13 @@ class Sequence:
         """Whether the sequence was made by the runner with these caches."""
         return self._caches is caches
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the packed caches to a file that `Runner.restore` reads, replacing it in one step."""
+        from ds41_tvm.runtime.persist import save_sequence
+
+        self.check_open()
+        save_sequence(self._caches, self, Path(path))
+
     # ---- used by steps
 
     def touch(self) -> None:
@@ -163,7 +173,7 @@ class Sequence:
         """The sequence now has `length` tokens."""
         self.length = length
         self.touch()
-        self._highest = max(self._highest, length)
+        self.highest = max(self.highest, length)
 
     # ---- views
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import threading
 
-import tvm_ffi
-
 from ds41_tvm.cpu_features import available_threads
-from ds41_tvm.errors import UsageError
+from ds41_tvm.errors import AfterFork, UsageError
+from ds41_tvm.runtime.ffi import load_runtime
 
 _current = threading.local()  # the pool belongs to the calling thread
 
@@ -26,7 +25,18 @@ def check_threads(threads: int | None) -> int:
 
 
 def use_threads(threads: int) -> None:
-    """Let kernels called from this Python thread run on `threads` threads."""
+    """Let kernels called from this Python thread run on `threads` threads.
+
+    Raises AfterFork in a forked child whose parent ran kernels from this thread: a fork copies the pool but not its
+    workers, and the first kernel would wait for them for ever.
+    """
+    process = os.getpid()
+    if getattr(_current, "process", process) != process:
+        raise AfterFork(
+            "this process was forked after kernels had run in this thread; the workers of TVM's thread pool stayed with "
+            "the parent: fork first and load in the child, start processes with the method 'spawn', or run kernels in a "
+            "new threading.Thread of the child"
+        )
     if getattr(_current, "threads", None) == threads:
         return
     # Read by TVM once, when this thread's pool starts. Its own default is half of the processors, each worker bound to
@@ -34,5 +44,5 @@ def use_threads(threads: int) -> None:
     os.environ.setdefault("TVM_NUM_THREADS", str(available_threads()))
     os.environ.setdefault("TVM_BIND_THREADS", "0")
     all_cores = 1  # TVM's AffinityMode kBig
-    tvm_ffi.get_global_func("runtime.config_threadpool")(all_cores, threads)
-    _current.threads = threads
+    load_runtime().get_global_func("runtime.config_threadpool")(all_cores, threads)
+    _current.threads, _current.process = threads, process

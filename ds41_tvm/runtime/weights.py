@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds41_tvm.config import LayerRole
+from ds41_tvm.config import AttentionConfig, LayerRole
 from ds41_tvm.errors import MissingTensor, WrongDtype, WrongShape
 from ds41_tvm.packing import aligned_copy, pack_linear
 from ds41_tvm.program import Linear, Program
+from ds41_tvm.runtime.arrays import as_array
 
 _DTYPES = {"bf16": "uint16", "fp8": "uint8", "f32": "float32"}
 
@@ -35,18 +36,24 @@ class LayerWeights:
 def pack_layer(program: Program, role: LayerRole, weights: Mapping[str, Any]) -> LayerWeights:
     """Pack ``layers.{l}.attn.*`` of `weights`: bf16 as uint16 bits, e4m3 as uint8 with ``.scale`` beside, f32.
 
-    Raises MissingTensor, WrongShape or WrongDtype naming the tensor and the layer's role.
+    Arrays may be what `runtime.arrays.as_array` takes: NumPy, ml_dtypes, anything with DLPack. Raises MissingTensor, WrongShape or WrongDtype naming the tensor and the layer's role.
     """
     c = program.config
     reader = _Reader(weights, role)
-    norms = {"q_norm": c.q_lora_rank, "kv_norm": c.head_dim}
-    if role.kind == "full":
-        norms |= {"compressor.norm": c.head_dim, "indexer.k_norm": c.index_head_dim}
+    norms = norm_sizes(c, role)
     return LayerWeights(
         {name: _pack(reader, name, linear) for name, linear in program.linears(role).items()},
         {name: aligned_copy(reader.get(f"{name}.weight", (size,), "uint16")) for name, size in norms.items()},
         aligned_copy(reader.get("attn_sink", (c.n_heads,), "float32")),
     )
+
+
+def norm_sizes(config: AttentionConfig, role: LayerRole) -> dict[str, int]:
+    """Lengths of a layer's norm weights by official name."""
+    norms = {"q_norm": config.q_lora_rank, "kv_norm": config.head_dim}
+    if role.kind == "full":
+        norms |= {"compressor.norm": config.head_dim, "indexer.k_norm": config.index_head_dim}
+    return norms
 
 
 class _Reader:
@@ -57,15 +64,13 @@ class _Reader:
         full = f"layers.{self.role.layer}.attn.{name}"
         if full not in self.weights:
             raise MissingTensor(f"tensor {full} is missing; layer {self.role.layer} ({self.role.kind}) needs it")
-        array = np.asarray(self.weights[full])
-        if array.dtype.name == "bfloat16" and dtype == "uint16":
-            array = array.view(np.uint16)
+        array, name_of_type = as_array(self.weights[full], f"tensor {full}")
         if array.shape != shape:
             raise WrongShape(
                 f"tensor {full} has shape {tuple(array.shape)}; layer {self.role.layer} ({self.role.kind}) needs {shape}"
             )
-        if array.dtype.name != dtype:
-            raise WrongDtype(f"tensor {full} is {array.dtype}; expected {dtype} ({_MEANING[dtype]})")
+        if array.dtype != np.dtype(dtype):
+            raise WrongDtype(f"tensor {full} is {name_of_type}; expected {dtype} ({_MEANING[dtype]})")
         return array
 
 

@@ -21,7 +21,7 @@ Params = dict[str, Any]
 def _amx(op: str, p: Params) -> PrimFunc | None:
     if op != "linear" or p["form"] != "amx":
         return None
-    return linear_amx(p["n"], p["k"], p["groups"], p["weight"], p["out"], p["tile"], p["rows"])
+    return linear_amx(p["n"], p["k"], p["groups"], p["weight"], p["out"], p["total"], p["tile"], p["rows"])
 
 
 def _linear(op: str, p: Params) -> PrimFunc | None:

@@ -17,6 +17,8 @@ from ds41_tvm.kernels.expr import e4m3_code_to_f32
 from ds41_tvm.numerics.tir import e8m0_to_f32, f32_to_bf16
 
 STEP = 32  # inner indices per tile product
+# Inner indices summed in a tile before they join the total, by type of the total: see `kernels.linear` for why.
+CHUNK = {"f32": 512, "f64": 128}
 PAIRS = STEP // 2
 COLUMNS = 16  # f32 columns of one tile
 # One row reads every weight once, at the speed of memory: 1 KiB of lead keeps its reads in flight (measured: 512 bytes
@@ -32,11 +34,11 @@ def fits(k: int, tile: int, weight: str) -> bool:
     return k % STEP == 0 and tile in (COLUMNS, 2 * COLUMNS) and weight in ("bf16", "fp8")
 
 
-def linear_amx(n: int, k: int, groups: int, weight: str, out: str, tile: int, rows: int) -> PrimFunc:
+def linear_amx(n: int, k: int, groups: int, weight: str, out: str, total: str, tile: int, rows: int) -> PrimFunc:
     """As `kernels.linear.linear`, for rows <= 16 and what `fits`."""
     if weight == "fp8":
-        return _fp8(n, k, groups, out, tile, rows)
-    return _bf16(n, k, groups, out, tile, rows)
+        return _fp8(n, k, groups, out, total, tile, rows)
+    return _bf16(n, k, groups, out, total, tile, rows)
 
 
 def _op(name: str, *args: Any) -> Any:
@@ -86,18 +88,34 @@ def _multiply(X, x_offset, x_stride, W, w_offset, tile, halves):
 
 
 @T.macro
-def _write(sums, Y, b, column, tile, halves, rows, store):
-    """Y[b, i, column + j] = store(accumulators)."""
+def _add(part, sums, tile, halves, rows, first, total):
+    """sums (+)= accumulators."""
     for c in T.unroll(halves):
-        T.evaluate(_op("tilestored64", T.uint8(c), sums.access_ptr("w", offset=c * COLUMNS), T.int64(tile * 4)))
+        T.evaluate(_op("tilestored64", T.uint8(c), part.access_ptr("w", offset=c * COLUMNS), T.int64(tile * 4)))
     for i in range(rows):
         for j in T.vectorized(tile):
-            Y[b, i, column + j] = store(sums[i, j])
+            sums[i, j] = T.if_then_else(first, T.Cast(total, T.float32(0)), sums[i, j]) + T.Cast(total, part[i, j])
 
 
-def _bf16(n: int, k: int, groups: int, out: str, tile: int, rows: int) -> PrimFunc:
+@T.macro
+def _write(sums, Y, b, column, tile, rows, store):
+    """Y[b, i, column + j] = store(sums)."""
+    for i in range(rows):
+        for j in T.vectorized(tile):
+            Y[b, i, column + j] = store(T.Cast("float32", sums[i, j]))
+
+
+def _chunks(k: int, longest: int) -> tuple[int, int]:
+    """(chunks, steps of each): as few as keep a chunk within `longest` inner indices and divide k."""
+    steps = next(s for s in range(longest // STEP, 0, -1) if (k // STEP) % s == 0)
+    return k // STEP // steps, steps
+
+
+def _bf16(n: int, k: int, groups: int, out: str, total: str, tile: int, rows: int) -> PrimFunc:
     per_group, halves = n // groups, tile // COLUMNS
     out_type = "float32" if out == "f32" else "uint16"
+    total_type = {"f32": "float32", "f64": "float64"}[total]
+    chunks, steps = _chunks(k, CHUNK[total])
     store = (lambda v: v) if out == "f32" else f32_to_bf16
     lines = PAIRS * tile * 4 // 64 if rows == 1 else 0
 
@@ -113,33 +131,40 @@ def _bf16(n: int, k: int, groups: int, out: str, tile: int, rows: int) -> PrimFu
                 T.reads(X[0:m, 0:rows, 0 : groups * k], w[vj, 0 : k // 2, 0:tile])
                 T.writes(Y[0:m, 0:rows, vj * tile : vj * tile + tile])
                 setup = T.sblock_alloc_buffer((64,), "uint8", scope="local")
-                sums = T.sblock_alloc_buffer((rows, tile), "float32", scope="local")
+                part = T.sblock_alloc_buffer((rows, tile), "float32", scope="local")
+                sums = T.sblock_alloc_buffer((rows, tile), total_type, scope="local")
                 _configure(setup, rows)
                 for b in range(m):
-                    _clear(halves)
-                    for ko in range(k // STEP):
-                        for line in T.unroll(lines):
-                            T.evaluate(
-                                _prefetch(
-                                    w.access_ptr(
-                                        "r", offset=(vj * (k // 2) + ko * PAIRS) * tile + line * 16 + LEAD_BYTES // 4
+                    for chunk in range(chunks):
+                        _clear(halves)
+                        for step in range(steps):
+                            ko: T.let = chunk * steps + step
+                            for line in T.unroll(lines):
+                                T.evaluate(
+                                    _prefetch(
+                                        w.access_ptr(
+                                            "r",
+                                            offset=(vj * (k // 2) + ko * PAIRS) * tile + line * 16 + LEAD_BYTES // 4,
+                                        )
                                     )
                                 )
-                            )
-                        _multiply(
-                            X, b * (rows * groups * k) + (vj * tile // per_group) * k + ko * STEP, groups * k,
-                            w, (vj * (k // 2) + ko * PAIRS) * tile, tile, halves,
-                        )  # fmt: skip
-                    _write(sums, Y, b, vj * tile, tile, halves, rows, store)
+                            _multiply(
+                                X, b * (rows * groups * k) + (vj * tile // per_group) * k + ko * STEP, groups * k,
+                                w, (vj * (k // 2) + ko * PAIRS) * tile, tile, halves,
+                            )  # fmt: skip
+                        _add(part, sums, tile, halves, rows, chunk == 0, total_type)
+                    _write(sums, Y, b, vj * tile, tile, rows, store)
                 T.evaluate(_op("tilerelease"))
 
     return main
 
 
-def _fp8(n: int, k: int, groups: int, out: str, tile: int, rows: int) -> PrimFunc:
+def _fp8(n: int, k: int, groups: int, out: str, total: str, tile: int, rows: int) -> PrimFunc:
     """Weights become bf16 pairs first: one step at a time for one row, the whole column tile once for many rows."""
     per_group, halves = n // groups, tile // COLUMNS
     out_type = "float32" if out == "f32" else "uint16"
+    total_type = {"f32": "float32", "f64": "float64"}[total]
+    chunks, steps = _chunks(k, CHUNK[total])
     store = (lambda v: v) if out == "f32" else f32_to_bf16
     lines = PAIRS * tile * 2 // 64 if rows == 1 else 0
     ahead = 1 if rows == 1 else k // STEP  # steps decoded at a time
@@ -163,7 +188,8 @@ def _fp8(n: int, k: int, groups: int, out: str, tile: int, rows: int) -> PrimFun
                 )
                 T.writes(Y[0:m, 0:rows, vj * tile : vj * tile + tile])
                 setup = T.sblock_alloc_buffer((64,), "uint8", scope="local")
-                sums = T.sblock_alloc_buffer((rows, tile), "float32", scope="local")
+                part = T.sblock_alloc_buffer((rows, tile), "float32", scope="local")
+                sums = T.sblock_alloc_buffer((rows, tile), total_type, scope="local")
                 pairs = T.sblock_alloc_buffer((ahead * PAIRS, tile), "uint32")
                 _configure(setup, rows)
                 if ahead > 1:
@@ -171,25 +197,29 @@ def _fp8(n: int, k: int, groups: int, out: str, tile: int, rows: int) -> PrimFun
                         for j in T.vectorized(tile):
                             pairs[kk, j] = _pair(w[vj, kk, j], scale[vj * tile // 32, kk // PAIRS])
                 for b in range(m):
-                    _clear(halves)
-                    for ko in range(k // STEP):
-                        for line in T.unroll(lines):
-                            T.evaluate(
-                                _prefetch(
-                                    w.access_ptr(
-                                        "r", offset=(vj * (k // 2) + ko * PAIRS) * tile + line * 32 + LEAD_BYTES // 2
+                    for chunk in range(chunks):
+                        _clear(halves)
+                        for step in range(steps):
+                            ko: T.let = chunk * steps + step
+                            for line in T.unroll(lines):
+                                T.evaluate(
+                                    _prefetch(
+                                        w.access_ptr(
+                                            "r",
+                                            offset=(vj * (k // 2) + ko * PAIRS) * tile + line * 32 + LEAD_BYTES // 2,
+                                        )
                                     )
                                 )
-                            )
-                        if ahead == 1:
-                            for kk in range(PAIRS):
-                                for j in T.vectorized(tile):
-                                    pairs[kk, j] = _pair(w[vj, ko * PAIRS + kk, j], scale[vj * tile // 32, ko])
-                        _multiply(
-                            X, b * (rows * groups * k) + (vj * tile // per_group) * k + ko * STEP, groups * k,
-                            pairs, T.if_then_else(ahead > 1, ko, 0) * PAIRS * tile, tile, halves,
-                        )  # fmt: skip
-                    _write(sums, Y, b, vj * tile, tile, halves, rows, store)
+                            if ahead == 1:
+                                for kk in range(PAIRS):
+                                    for j in T.vectorized(tile):
+                                        pairs[kk, j] = _pair(w[vj, ko * PAIRS + kk, j], scale[vj * tile // 32, ko])
+                            _multiply(
+                                X, b * (rows * groups * k) + (vj * tile // per_group) * k + ko * STEP, groups * k,
+                                pairs, T.if_then_else(ahead > 1, ko, 0) * PAIRS * tile, tile, halves,
+                            )  # fmt: skip
+                        _add(part, sums, tile, halves, rows, chunk == 0, total_type)
+                    _write(sums, Y, b, vj * tile, tile, rows, store)
                 T.evaluate(_op("tilerelease"))
 
     return main
