@@ -63,12 +63,9 @@ class LayerAttention:
         self.index_source = index_source or self
         self.candidate_source = candidate_source
         self.product = PRODUCTS[shared.variant]
-        widened = {"attn_sink"} | (
-            {"compressor.wkv.weight", "compressor.wgate.weight"} if role.ratio > 1 else set()
-        )
+        widened = {"attn_sink"} | ({"compressor.wkv.weight", "compressor.wgate.weight"} if role.ratio > 1 else set())
         self.w = {
-            name: w.float() if shared.variant == "torch-f32" or name in widened else w
-            for name, w in weights.items()
+            name: w.float() if shared.variant == "torch-f32" or name in widened else w for name, w in weights.items()
         }
         self.window_cache = torch.zeros(slots, config.window_size, config.head_dim, dtype=torch.bfloat16)
         self.selection: Tensor | None = None  # int64 [b, s, k], -1 where nothing is selected
@@ -160,9 +157,7 @@ class LayerAttention:
         trace["latent_pre_rope"] = latent
         first = start_pos // ratio
         span = slice(first, first + latent.size(1))
-        table = self.table[
-            span.start * ratio : span.stop * ratio : ratio
-        ]  # group j sits at position j * ratio
+        table = self.table[span.start * ratio : span.stop * ratio : ratio]  # group j sits at position j * ratio
         key = rms_norm(self.linear(latent, "indexer.wk"), w["indexer.k_norm.weight"], cfg.norm_eps)
         self.key_cache[:batch, span] = fake_quant_index(rope(key, table))
         self.shared.keys = self.key_cache
@@ -185,14 +180,10 @@ class LayerAttention:
             part = slice(begin, min(begin + QUERY_CHUNK, tokens))
             score = torch.einsum("bshd,btd->bsht", q[:, part], keys)
             score = (score.relu() * weights[:, part].unsqueeze(-1)).sum(dim=2)
-            visible = (
-                torch.arange(start_pos + part.start, start_pos + part.stop).unsqueeze(1) + 1
-            ) // role.ratio
+            visible = (torch.arange(start_pos + part.start, start_pos + part.stop).unsqueeze(1) + 1) // role.ratio
             score = score.masked_fill(torch.arange(seen) >= visible, NEG_INF)
             if role.is_candidate_source:
-                kept.append(
-                    candidate_blocks(score, visible, cfg.candidate_topk_blocks, cfg.candidate_block_size)
-                )
+                kept.append(candidate_blocks(score, visible, cfg.candidate_topk_blocks, cfg.candidate_block_size))
             elif self.candidate_source is not None:
                 inside = _from_source(self.candidate_source.candidates, role, role.candidate_source)[:, part]
                 score = score.masked_fill(~inside, NEG_INF)
@@ -203,16 +194,12 @@ class LayerAttention:
         self.selection = torch.cat(selections, dim=1)
         if kept:
             self.candidates = trace["candidates"] = torch.cat(kept, dim=1)
-        trace.update(
-            selection=self.selection, index_q=q, index_weights=weights, index_score=torch.cat(scores, dim=1)
-        )
+        trace.update(selection=self.selection, index_q=q, index_weights=weights, index_score=torch.cat(scores, dim=1))
 
 
 def _from_source(value: Tensor | None, role: LayerRole, source: int | None) -> Tensor:
     if value is None:
-        raise StepError(
-            f"layer {role.layer} was called before layer {source}, whose selection it reads; call it first"
-        )
+        raise StepError(f"layer {role.layer} was called before layer {source}, whose selection it reads; call it first")
     return value
 
 
@@ -245,10 +232,7 @@ def _sparse_attention(q: Tensor, sources: list[tuple[Tensor, Tensor]], sink: Ten
     offsets = [0] + [rows.size(1) for rows, _ in sources[:-1]]
     table = torch.cat([rows for rows, _ in sources], dim=1).float()
     index = torch.cat(
-        [
-            torch.where(chosen < 0, -1, chosen + offset)
-            for (_, chosen), offset in zip(sources, offsets, strict=True)
-        ],
+        [torch.where(chosen < 0, -1, chosen + offset) for (_, chosen), offset in zip(sources, offsets, strict=True)],
         dim=-1,
     )
     out = torch.empty_like(q)

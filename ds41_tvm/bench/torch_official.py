@@ -82,9 +82,7 @@ class TorchOfficial:
                 *(self.attentions.get(layer if source is None else source) for source in sources),
             )
 
-    def forward(
-        self, layer: int, x: Tensor, start_pos: int, trace: dict[str, Tensor] | None = None
-    ) -> Tensor:
+    def forward(self, layer: int, x: Tensor, start_pos: int, trace: dict[str, Tensor] | None = None) -> Tensor:
         """Output ``[b, s, dim]`` bf16 for input ``x`` ``[b, s, dim]`` bf16, the first token at ``start_pos``.
 
         ``trace``, where given, receives the intermediate values, most under the names of the golden files.
@@ -98,8 +96,7 @@ class TorchOfficial:
             )
         if start_pos + x.size(1) > self.config.max_seq_len:
             raise InputError(
-                f"{start_pos} + {x.size(1)} tokens exceed max_seq_len {self.config.max_seq_len}; raise it in "
-                "the config"
+                f"{start_pos} + {x.size(1)} tokens exceed max_seq_len {self.config.max_seq_len}; raise it in the config"
             )
         with torch.inference_mode():
             return self.attentions[layer].forward(x, start_pos, {} if trace is None else trace)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 from cyclopts import App, CycloptsError, Parameter
 
 from ds41_tvm import __version__
-from ds41_tvm.cli import bundle_cmd, compile_cmd, doctor, inspect_cmd, synth, verify
+from ds41_tvm.cli import bench, bundle_cmd, compile_cmd, doctor, inspect_cmd, synth, verify
 from ds41_tvm.errors import (
     ArtifactError,
     CheckpointError,
@@ -41,6 +41,7 @@ app = App(
     suppress_keyboard_interrupt=False,
     result_action="return_value",
 )
+app.command(bench.bench)
 app.command(bundle_cmd.bundle)
 app.command(compile_cmd.compile_command, name="compile")
 app.command(doctor.doctor)

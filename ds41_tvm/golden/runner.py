@@ -69,6 +69,10 @@ def _recorded(runner: Runner, layer: int, batch: int, length: int, trace: dict[s
     out["kv_rows"] = np.stack(trace["kv_rows"])
     if "latent" in trace:
         out["latent_pre_rope"] = _by_sequence(trace["latent"], batch)
+    if "index_score" in out:
+        # A trace has at least one column, a recorded array as many as there are positions.
+        positions = length // runner.config.compress_ratios[layer]
+        out["index_score"] = out["index_score"][..., :positions]
     if "candidates" in trace:
         positions = length // runner.config.compress_ratios[layer]
         inside = candidate_positions(trace["candidates"], runner.config.candidate_block_size, positions)

@@ -79,6 +79,7 @@ def test_chunks_batches_and_threads_change_no_bit(tiny, inputs, feed):
         np.testing.assert_array_equal(out[9:], whole[layer])
 
 
+@pytest.mark.slow
 def test_same_bits_as_a_runner_built_in_this_process(tiny, inputs):
     loaded = ds41_tvm.load(tiny.path)
     built = ds41_tvm.build(tiny.config, tiny.weights, layers=[0])
@@ -88,7 +89,7 @@ def test_same_bits_as_a_runner_built_in_this_process(tiny, inputs):
 
 
 def test_weights_of_a_checkpoint_are_packed_when_loading(tiny, tmp_path, inputs, feed):
-    folder = ds41_tvm.write_synthetic(tiny.config, tmp_path / "checkpoint", seed=tiny.case.seed)
+    folder = ds41_tvm.write_synthetic(tiny.config, tmp_path / "checkpoint", linear="bf16")
     checkpoint = ds41_tvm.load_checkpoint(folder)
     bare = ds41_tvm.compile(folder, tmp_path / "bare", with_weights=False)
     full = ds41_tvm.compile(checkpoint, tmp_path / "full")
@@ -104,7 +105,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(tiny, tmp_path):
     import msgspec
 
     other = msgspec.structs.replace(tiny.config, rope_theta=20000.0)
-    folder = ds41_tvm.write_synthetic(other, tmp_path / "checkpoint")
+    folder = ds41_tvm.write_synthetic(other, tmp_path / "checkpoint", linear="bf16")
     with pytest.raises(errors.ConfigMismatch, match=r"rope_theta is 20000.0, the kernels have 10000.0") as caught:
         ds41_tvm.load(tiny.path, weights=folder)
     assert other.digest() in str(caught.value)

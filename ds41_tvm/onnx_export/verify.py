@@ -1,0 +1,272 @@
+"""`verify_onnx`: one exported file through the checker and several engines, beside the compiled layers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from ds41_tvm.checkpoint import random_input
+from ds41_tvm.config import AttentionConfig
+from ds41_tvm.errors import UsageError
+from ds41_tvm.numerics.formats import bf16_decode, bf16_encode
+from ds41_tvm.onnx_export.engines import model_inputs, onnxruntime_engine, reference_engine, tvm_engine
+from ds41_tvm.onnx_export.export import PREFIX
+from ds41_tvm.onnx_export.outside import Outside
+from ds41_tvm.onnx_export.play import Array, Session
+from ds41_tvm.onnx_export.weights import read_weights
+
+ENGINES = ("onnxruntime", "onnx", "tvm")
+SMALL = 64 << 20  # bytes of weights up to which the evaluator and TVM's importer are tried
+TVM_STEPS = 2  # each is compiled anew
+TOLERANCE = 2e-3
+FEW = 0.02  # part of the rows whose selection may differ by a rounding tie
+
+U16 = NDArray[np.uint16]
+
+
+@dataclass
+class Row:
+    """One step of one engine: selections that differ from the compiled layers', and the worst error of y."""
+
+    step: int
+    tokens: int
+    engine: str
+    selections: int = 0
+    differ: int = 0
+    by_rounding: int = 0
+    error: float | None = None
+    layer: int | None = None
+    seconds: float = 0.0
+    ok: bool = True
+    note: str = ""
+
+
+@dataclass
+class Verified:
+    """Outcome of `verify_onnx`: what the checker said (empty: nothing) and a row per step and engine."""
+
+    path: Path
+    metadata: dict[str, str]
+    checker: str
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is out."""
+        return not self.checker and all(row.ok for row in self.rows)
+
+
+def verify_onnx(
+    path: str | Path,
+    steps: Sequence[int] | None = None,
+    weights: Mapping[str, Any] | None = None,
+    engines: Iterable[str] = ENGINES,
+    batch: int = 1,
+    seed: str = "verify",
+    tolerance: float = TOLERANCE,
+    threads: int | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Verified:
+    """Check an exported file and run it beside the compiled layers on the same tokens.
+
+    onnx's checker with full checks and strict shape inference; then `steps` tokens per call (default: a prompt
+    beyond the window and the selection, a chunk, decode steps) through the compiled layers and each of `engines`.
+    Each engine keeps its own caches. A row is good if no selection differs, except few that differ by a rounding
+    tie, and over the rows whose selection agrees ||y - y'|| / ||y'|| <= `tolerance` for every layer.
+
+    `weights` are needed where the file has none, or lacks sources of its layers. The engines ``onnx`` and ``tvm``
+    run small files only (64 MiB of weights), the latter the first two steps. Raises UsageError if the file is not
+    one of ours.
+    """
+    path = Path(path)
+    names = tuple(engines)
+    for name in names:
+        if name not in ENGINES:
+            raise UsageError(f"engine {name!r}: expected some of {', '.join(ENGINES)}")
+    model = _load(path)
+    meta = {p.key.removeprefix(PREFIX): p.value for p in model.metadata_props if p.key.startswith(PREFIX)}
+    if "config" not in meta:
+        raise UsageError(f"{path}: no ds41 metadata; expected a file written by export_onnx")
+    config = AttentionConfig.from_dict(json.loads(meta["config"]))
+    layers = tuple(int(layer) for layer in meta["layers"].split(","))
+    stored = read_weights(model, path.parent)
+    given = {**(weights or {}), **stored} if weights is None or stored else dict(weights)
+    foreign = [value.name for value in model.graph.input if _is_foreign(value.name)]
+    outside = {int(name.split(".")[1]) for name in foreign}
+    if not stored and weights is None:
+        raise UsageError(f"{path}: holds no weights; expected them beside it (a checkpoint)")
+    if outside and weights is None:
+        raise UsageError(f"{path}: lacks layers {sorted(outside)}, whose weights are needed (a checkpoint)")
+    result = Verified(path, meta, check(path))
+    if result.checker:
+        return result
+
+    sizes = list(steps) if steps is not None else default_steps(config, layers)
+    everything = tuple(sorted(set(layers) | outside))
+    xs = [{n: random_input(seed, n, s, batch, count, config.dim) for n in everything} for s, count in enumerate(sizes)]
+    expected = _compiled(config, given, everything, meta, sizes, xs, batch, threads)
+    others = _foreign_inputs(config, given, outside, foreign, meta, sizes, xs, batch)
+    fixed = {name: given[name] for name, _, _ in model_inputs(model) if name in given}
+    small = sum(a.nbytes for a in stored.values()) <= SMALL and bool(stored)
+    for number, name in enumerate(names):
+        if progress is not None:
+            progress("engines", number, len(names))
+        if name != "onnxruntime" and not small:
+            result.rows.append(Row(0, 0, name, note="not run: for files with up to 64 MiB of weights inside"))
+            continue
+        make = {"onnxruntime": lambda: onnxruntime_engine(path, threads), "onnx": lambda: reference_engine(path)}
+        engine = make.get(name, lambda: tvm_engine(path))()
+        session = Session(engine, model_inputs(model), batch)
+        count = TVM_STEPS if name == "tvm" else len(sizes)
+        for s in range(min(count, len(sizes))):
+            row = Row(s, sizes[s], name)
+            result.rows.append(row)
+            begin = time.perf_counter()
+            feeds = {layer: bf16_decode(xs[s][layer]) for layer in layers}
+            try:
+                got = session.step(feeds, {**others[s], **fixed})
+            except Exception as error:  # noqa: BLE001 - any engine's own kind; its message is the finding
+                row.ok, row.note = False, f"{type(error).__name__}: {error}".splitlines()[0]
+                break
+            row.seconds = time.perf_counter() - begin
+            _compare(config, layers, got, expected[s], row, tolerance)
+    return result
+
+
+def check(path: Path) -> str:
+    """What onnx's checker (full) and strict shape inference object to, empty if nothing."""
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+        model = onnx.load(str(path), load_external_data=False)
+        onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def default_steps(config: AttentionConfig, layers: Iterable[int]) -> list[int]:
+    """A prompt beyond window and selection where that is at most 200 tokens, a chunk of 5, three decode steps."""
+    ratio = max([config.compress_ratios[layer] for layer in layers] + [1])
+    prompt = min(200, config.window_size + ratio * config.index_topk + 3, config.max_seq_len - 8)
+    return [max(prompt, 1), 5, 1, 1, 1]
+
+
+def _load(path: Path) -> onnx.ModelProto:
+    try:
+        return onnx.load(str(path), load_external_data=False)
+    except Exception as error:  # protobuf's own kinds
+        raise UsageError(f"{path}: not an ONNX model ({type(error).__name__})") from None
+
+
+def _is_foreign(name: str) -> bool:
+    return name.startswith(("present_", "selection.", "candidates."))
+
+
+def _compiled(
+    config: AttentionConfig,
+    weights: Mapping[str, Any],
+    layers: tuple[int, ...],
+    meta: Mapping[str, str],
+    sizes: Sequence[int],
+    xs: Sequence[Mapping[int, U16]],
+    batch: int,
+    threads: int | None,
+) -> list[dict[int, tuple[U16, dict[str, Any]]]]:
+    """Per step and layer: outputs [batch * tokens, dim] and trace of the compiled layers."""
+    from ds41_tvm.api import build
+
+    runner = build(
+        config, weights, layers, linear=meta["linear"], keys=meta["keys"], threads=threads  # type: ignore[arg-type]
+    )
+    sequences = [runner.new_sequence() for _ in range(batch)]
+    found = []
+    for size, x in zip(sizes, xs, strict=True):
+        step = runner.step([(sequence, size) for sequence in sequences])
+        out: dict[int, Any] = {}
+        for layer in runner.layers:
+            rows = x[layer].reshape(batch * size, config.dim)
+            out[layer] = runner.forward(layer, rows, step, trace=True)
+            out[layer] = (out[layer][0].copy(), out[layer][1])
+        runner.commit(step)
+        found.append(out)
+    return found
+
+
+def _foreign_inputs(
+    config: AttentionConfig,
+    weights: Mapping[str, Any],
+    outside: set[int],
+    names: list[str],
+    meta: Mapping[str, str],
+    sizes: Sequence[int],
+    xs: Sequence[Mapping[int, U16]],
+    batch: int,
+) -> list[dict[str, Array]]:
+    if not outside:
+        return [{} for _ in sizes]
+    sources = Outside(config, weights, outside, names, meta["linear"], batch)
+    starts = np.cumsum([0, *sizes])
+    return [sources.step(x, int(start)) for x, start in zip(xs, starts, strict=False)]
+
+
+def _compare(
+    config: AttentionConfig,
+    layers: tuple[int, ...],
+    got: Mapping[str, Array],
+    expected: Mapping[int, tuple[U16, dict[str, Any]]],
+    row: Row,
+    tolerance: float,
+) -> None:
+    row.error = 0.0
+    agree: dict[int, NDArray[np.bool_]] = {}
+    for layer in layers:
+        if f"selection.{layer}" in got:
+            mine = got[f"selection.{layer}"].reshape(-1, got[f"selection.{layer}"].shape[-1])
+            trace = expected[layer][1]
+            agree[layer] = _judge_selections(mine, trace["topk"], trace["scores"], row)
+    if row.differ or row.by_rounding > max(1, int(FEW * row.selections)):
+        row.ok = False
+    for layer in layers:
+        source = config.role(layer).index_source
+        y = bf16_decode(expected[layer][0]).astype(np.float64)
+        mine = got[f"y.{layer}"].reshape(y.shape).astype(np.float64)
+        if source in agree:
+            mine, y = mine[agree[source]], y[agree[source]]
+        if not np.array_equal(bf16_decode(bf16_encode(mine.astype(np.float32))), mine):
+            row.note, row.ok = f"y.{layer} holds values that are not bf16", False
+        size = float(np.linalg.norm(y))
+        error = float(np.linalg.norm(mine - y)) / size if size else float(np.linalg.norm(mine))
+        if not error <= row.error:
+            row.error, row.layer = error, layer
+    row.ok = row.ok and bool(row.error <= tolerance)
+
+
+def _judge_selections(mine: Array, theirs: Array, scores: U16, row: Row) -> NDArray[np.bool_]:
+    """Which rows choose the same positions; the others counted in `row`, as rounding ties where they are."""
+    same = np.ones(len(theirs), bool)
+    for t, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        ours, wanted = {int(p) for p in a if p >= 0}, {int(p) for p in b if p >= 0}
+        if ours == wanted:
+            continue
+        same[t] = False
+        swapped = sorted(ours ^ wanted)
+        tie = len(ours) == len(wanted) and swapped[-1] < scores.shape[1] and _one_step_apart(scores[t, swapped])
+        row.by_rounding += tie
+        row.differ += not tie
+    row.selections += len(theirs)
+    return same
+
+
+def _one_step_apart(bits: U16) -> bool:
+    """Whether these bf16 numbers lie within one step of bf16."""
+    magnitude = (bits & 0x7FFF).astype(np.int64)
+    order = np.where(bits & 0x8000, -magnitude, magnitude)
+    return bool(magnitude.max() < 0x7F80 and order.max() - order.min() <= 1)
