@@ -29,12 +29,14 @@ _HOMES = {
     "Step": "ds41_tvm.runtime.step",
     "build": "ds41_tvm.api",
     "compile": "ds41_tvm.compiler.artifact",
+    "export_onnx": "ds41_tvm.onnx_export.export",
     "load": "ds41_tvm.artifact.load",
     "load_checkpoint": "ds41_tvm.checkpoint",
     "open_artifact": "ds41_tvm.artifact.load",
     "parse_target": "ds41_tvm.target",
     "random_input": "ds41_tvm.checkpoint",
     "synthetic_weights": "ds41_tvm.checkpoint",
+    "verify_onnx": "ds41_tvm.onnx_export.verify",
     "write_synthetic": "ds41_tvm.checkpoint",
 }
 __all__ = ["__version__", *_HOMES]
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from ds41_tvm.compiler.artifact import compile
     from ds41_tvm.config import AttentionConfig, LayerRole
     from ds41_tvm.errors import Ds41Error
+    from ds41_tvm.onnx_export.export import export_onnx
+    from ds41_tvm.onnx_export.verify import verify_onnx
     from ds41_tvm.reference.layer import Reference
     from ds41_tvm.runtime.runner import Runner
     from ds41_tvm.runtime.state import Sequence

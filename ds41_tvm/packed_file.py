@@ -56,12 +56,12 @@ def write_packed(
     text = _header(metadata, entries, _NO_DIGEST)
     file.write(text)
     digest, shapes = hashlib.sha256(text), dict(layout)
-    for name, size in order:
+    for place, size in order:
         data: Any = bytes(size)
-        if name is not None:
-            array = np.ascontiguousarray(make(name), shapes[name].dtype)
-            if array.shape != shapes[name].shape:
-                raise ValueError(f"tensor {name}: shape {array.shape}, announced {shapes[name].shape}")
+        if place is not None:
+            array = np.ascontiguousarray(make(place), shapes[place].dtype)
+            if array.shape != shapes[place].shape:
+                raise ValueError(f"tensor {place}: shape {array.shape}, announced {shapes[place].shape}")
             data = array.reshape(-1).view(np.uint8).data if size else b""
         digest.update(data)
         file.write(data)
@@ -90,7 +90,9 @@ class PackedFile:
                 size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
                 if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                    raise error(f"{path}: header of {length} bytes in a file of {size}; the file is cut or damaged")
+                    raise error(
+                        f"{path}: header of {length} bytes in a file of {size}; it is cut or damaged: copy it again"
+                    )
                 self._header = file.read(length)
                 header = parse_object(self._header, f"{path}: header", error)
                 self._base = 8 + length
@@ -116,7 +118,11 @@ class PackedFile:
             dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
             if not isinstance(dtype, str) or dtype not in DTYPES:
                 raise self._error(f"{where}: dtype {short(dtype)}; expected one of {', '.join(DTYPES)}")
-            if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+            if (
+                not isinstance(shape, list)
+                or len(shape) > 8
+                or not all(type(n) is int and 0 <= n < 2**48 for n in shape)
+            ):
                 raise self._error(f"{where}: shape {short(shape)}; expected a list of sizes")
             spec = Spec(np.dtype(DTYPES[dtype]), tuple(shape))
             stop = end + spec.dtype.itemsize * math.prod(shape)
@@ -125,7 +131,7 @@ class PackedFile:
             entries[name] = (spec, end)
             end = stop
         if end != size:
-            raise self._error(f"{self.path}: holds {size} bytes of values, its header describes {end}; cut or damaged")
+            raise self._error(f"{self.path}: holds {size} bytes of values, its header describes {end}; copy it again")
         return {name: entry for name, entry in entries.items() if not name.startswith("pad.")}
 
     def specs(self) -> dict[str, Spec]:
@@ -156,7 +162,9 @@ class PackedFile:
         digest = hashlib.sha256(len(self._header).to_bytes(8, "little") + blank)
         digest.update(self._map[self._base :].data)
         if len(stated) != len(_NO_DIGEST) or digest.hexdigest() != stated:
-            raise self._error(f"{self.path}: has the digest {digest.hexdigest()}, states {short(stated)}; copy it again")
+            raise self._error(
+                f"{self.path}: has the digest {digest.hexdigest()}, states {short(stated)}; copy it again"
+            )
 
 
 def _show(spec: Spec | None) -> str:

@@ -183,6 +183,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ring_rows=c.window_size + self.draft,
             block_rows=self.block_rows,
             k=c.index_topk if role.ratio else 0,
+            form="amx" if self.target.has("amx-bf16") else "fma",
             split=split,
         )
 

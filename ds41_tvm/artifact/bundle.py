@@ -6,8 +6,8 @@
     NAME/msgspec/         the one dependency beside NumPy and tvm-ffi, as installed here
     NAME/wheels/          NumPy, apache-tvm-ffi and what they need (only with `wheels`)
 
-msgspec is compiled for one version of Python on one kind of machine, as tvm-ffi is; so is the bundle, and run.py says so
-where it is started by another. Equal inputs give equal bytes, except for wheels that the registry has changed.
+msgspec is compiled for one version of Python on one kind of machine, as tvm-ffi is; so is the bundle, and run.py says
+so where it is started by another. Equal inputs give equal bytes, except for wheels that the registry has changed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ds41_tvm.runtime.ffi import LIBRARY, abi, runtime_library
 
 # Top-level modules and folders of the package that running needs; none of them imports the compiler.
 MODULES = (
-    "__init__", "config", "config_checks", "config_names", "cpu_features", "errors", "packed_file", "packing", "program",
-    "strict_json", "target",
+    "__init__", "config", "config_checks", "config_names", "cpu_features", "errors", "packed_file", "packing",
+    "program", "strict_json", "target",
 )  # fmt: skip
 FOLDERS = ("artifact", "checkpoint", "numerics", "reference", "runtime")
 NOT_NEEDED = {"tir.py"}  # of numerics: for kernels
@@ -85,7 +85,7 @@ def bundle(path: str | os.PathLike[str], out: str | os.PathLike[str], wheels: bo
     check_files(source, manifest, "full")
     if manifest.versions.tvm != abi()["tvm"]:
         raise BundleError(
-            f"{source}: needs {LIBRARY} of TVM {manifest.versions.tvm}; installed is {abi()['tvm']}; install that version"
+            f"{source}: needs {LIBRARY} of TVM {manifest.versions.tvm}; here is {abi()['tvm']}; install that version"
         )
     root = target.name.removesuffix(".tar")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -123,8 +123,8 @@ def _runner(tvm_ffi: str) -> Iterator[tuple[str, Path | bytes]]:
     yield f"ds41_tvm/lib/{LIBRARY}", library
     yield "ds41_tvm/lib/VERSION", version.encode()
     spec = importlib.util.find_spec("msgspec")
-    for folder in map(Path, (spec.submodule_search_locations if spec else None) or ()):
-        for path in sorted(folder.iterdir()):
+    for place in (spec.submodule_search_locations if spec else None) or ():
+        for path in sorted(Path(place).iterdir()):
             if path.suffix == ".py" or path.name.endswith(sysconfig.get_config_var("EXT_SUFFIX") or ".so"):
                 yield f"msgspec/{path.name}", path
     for name in ("msgspec", "apache-tvm"):
@@ -143,14 +143,26 @@ def _licences(distribution: str) -> Iterator[tuple[str, Path]]:
 
 def _download(tvm_ffi: str, folder: Path) -> list[Path]:
     wanted = [f"{name}=={tvm_ffi if name == 'apache-tvm-ffi' else importlib.metadata.version(name)}" for name in WHEELS]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(folder),
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder), *wanted],
+        [*pip, *wanted],
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode != 0:
-        raise BundleError(f"pip could not download {', '.join(wanted)}: {done.stderr.strip()[-500:]}; try without --wheels")
+        said = done.stderr.strip()[-500:]
+        raise BundleError(f"pip could not download {', '.join(wanted)}: {said}; try without --wheels")
     return sorted(folder.glob("*.whl"))
 
 

@@ -17,7 +17,7 @@ _PROGRAMS = ("objdump", "llvm-objdump")
 
 
 def assembly(path: str | os.PathLike[str], kernel: str) -> str:
-    """Disassembly of a kernel by ``objdump``. Raises UsageError if that is not installed, or cannot read the machine."""
+    """Disassembly of a kernel by ``objdump``. Raises UsageError if that is not installed, or cannot read the code."""
     manifest, _ = read_manifest(path)
     name = find_kernel(manifest, kernel)
     library = Path(path) / schema.MODULE
@@ -25,9 +25,10 @@ def assembly(path: str | os.PathLike[str], kernel: str) -> str:
     start, size = SharedLibrary(library, machine=None).kernels()[name]
     program = next(filter(None, map(shutil.which, _PROGRAMS)), None)
     if program is None:
-        raise UsageError(f"--asm needs {' or '.join(_PROGRAMS)}, and neither is installed: install binutils; --ir needs none")
+        raise UsageError(f"--asm needs {' or '.join(_PROGRAMS)}, which are absent: install binutils; --ir needs none")
+    span = [f"--start-address={start}", f"--stop-address={start + size}"]
     done = subprocess.run(
-        [program, "-d", "--no-show-raw-insn", f"--start-address={start}", f"--stop-address={start + size}", str(library)],
+        [program, "-d", "--no-show-raw-insn", *span, str(library)],
         capture_output=True,
         text=True,
         check=False,

@@ -15,7 +15,7 @@ from ds41_tvm.errors import DigestMismatch, MissingFile, PinMismatch, UsageError
 Verify = Literal["auto", "full"]
 # Weights up to this many bytes in all are hashed on every load; beyond, header and samples are.
 HASHED_WEIGHTS = 64 << 20
-SAMPLES, SAMPLE_BYTES = 64, 4096
+SAMPLES, SAMPLE_BYTES = 16, 4096
 LARGEST = {MODULE: 1 << 30, IR: 1 << 28}
 _AGAIN = "copy the artefact again, or compile it again"
 
@@ -27,11 +27,10 @@ def open_regular(path: Path) -> BinaryIO:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise MissingFile(f"{path}: cannot be opened ({reason}); expected a file of an artefact; {_AGAIN}") from None
-    file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
+        os.close(descriptor)
         raise MissingFile(f"{path}: not a regular file; expected a file of an artefact; {_AGAIN}")
-    return file
+    return os.fdopen(descriptor, "rb")
 
 
 def read_manifest_bytes(folder: Path, expect: str | None) -> tuple[bytes, str]:
@@ -70,7 +69,7 @@ def sample_digest(file: BinaryIO, size: int) -> str:
 def full_digest(file: BinaryIO) -> str:
     """SHA-256 of the whole file."""
     file.seek(0)
-    return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+    return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def check_files(folder: Path, manifest: Manifest, verify: Verify, weights: bool = True) -> None:
@@ -93,7 +92,7 @@ def check_file(path: Path, expected: File, sampled: bool, largest: int | None) -
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected.size or (largest is not None and size > largest):
-            state = "cut short" if size < expected.size else "longer than it was" if size > expected.size else "too large"
+            state = "cut short" if size < expected.size else "longer" if size > expected.size else "too large"
             raise WrongFileSize(f"{path}: {size} bytes; expected {expected.size}: the file is {state}; {_AGAIN}")
         actual, stated = (
             (sample_digest(file, size), expected.sample) if sampled else (full_digest(file), expected.sha256)

@@ -44,7 +44,6 @@ class Artifact:
         check_processor(manifest, path)
         check_files(path, manifest, verify, with_weights)
         check_module(path / schema.MODULE, manifest)
-        self.functions = _functions(path / schema.MODULE, manifest)
         self.weights: dict[int, LayerWeights] | None = None
         if with_weights and manifest.has_weights:
             self.weights = {
@@ -53,6 +52,7 @@ class Artifact:
                 )
                 for layer in manifest.layers
             }
+        self.functions = _functions(path / schema.MODULE, manifest)
 
     def runner(
         self, weights: Weights | None = None, threads: int | None = None, keys: Literal["own", "published"] = "own"
@@ -61,8 +61,8 @@ class Artifact:
         if weights is None:
             if self.weights is None:
                 raise NoWeights(
-                    f"{self.path}: compiled without weights; hand them to load(..., weights=...): a checkpoint directory "
-                    f"or tensors by name"
+                    f"{self.path}: compiled without weights; hand them to load(..., weights=...): a checkpoint "
+                    f"directory or tensors by name"
                 )
             return Runner(self.program, self.functions, self.weights, threads, keys, self.manifest.weights_digest())
         if isinstance(weights, str | os.PathLike):
@@ -153,8 +153,9 @@ def check_processor(manifest: Manifest, path: Path) -> None:
     missing = [feature for feature in manifest.requires if feature not in here]
     if missing or ("amx-tile" in manifest.requires and not request_tiles()):
         raise UnsupportedCpu(
-            f"{path}: compiled for {manifest.target.name}; this processor lacks {', '.join(missing) or 'tile registers'} "
-            f"and has {' '.join(here) or 'features that cannot be read'}; compile for 'cpu' here, or for a lower level"
+            f"{path}: compiled for {manifest.target.name}; this processor lacks "
+            f"{', '.join(missing) or 'tile registers'} and has {' '.join(here) or 'features that cannot be read'}; "
+            f"compile for 'cpu' here, or for a lower level"
         )
 
 

@@ -28,11 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _SHA = re.compile(r"sha256:[0-9a-f]{64}")
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    pass
-
-
-class Buffer(_Strict):
+class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One argument of an entry point: sizes, or the name of a size that the caller chooses. `alignment` in bytes."""
 
     name: str
@@ -41,7 +37,7 @@ class Buffer(_Strict):
     alignment: int
 
 
-class Entry(_Strict):
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A compiled kernel: the symbol is ``__tvm_ffi_`` and `name`.
 
     `rule` made its schedule, the `fallback` if no other took it, from a tuning `record` if there is one.
@@ -57,7 +53,7 @@ class Entry(_Strict):
     ir: str  # sha256 of its text in kernels.ir.json
 
 
-class File(_Strict):
+class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`sample`: of a weight file, the digest of header and sampled pages, see `files.sample_digest`."""
 
     size: int
@@ -65,14 +61,14 @@ class File(_Strict):
     sample: str | None = None
 
 
-class Layer(_Strict):
+class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A layer, its role, and the file of its packed weights."""
 
     role: LayerRole
     weights: str | None
 
 
-class Options(_Strict):
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Choices of `Program` beside configuration, layers and target."""
 
     linear: Literal["bf16", "fp8"]
@@ -82,7 +78,7 @@ class Options(_Strict):
     draft: int
 
 
-class Versions(_Strict):
+class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What made the artefact. `tvm` and `tvm_ffi_abi` must be what runs it; the others are for the record."""
 
     ds41_tvm: str
@@ -92,7 +88,7 @@ class Versions(_Strict):
     llvm: str
 
 
-class Manifest(_Strict):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole file. `requires`: every processor feature that the code may use, by LLVM's names."""
 
     format: str
@@ -154,22 +150,22 @@ def decode(data: bytes, where: str) -> Manifest:
         raise BadManifest(f"{where}: schema {short(version)}; expected the number {SCHEMA}")
     if version != SCHEMA:
         older = "a newer version of ds41-tvm" if version > SCHEMA else "an older version of ds41-tvm, or compile again"
-        raise UnknownSchema(f"{where}: schema version {short(version)}; this package reads version {SCHEMA}: use {older}")
+        raise UnknownSchema(f"{where}: schema version {short(version)}; this package reads {SCHEMA}: use {older}")
     stated = values.pop("digest", None)
     if stated != (actual := _digest(values)):
         raise BadManifest(
-            f"{where}: its digest is {actual}, it states {short(stated)}: the manifest was changed after it was written; "
-            f"copy the artefact again, or compile it again"
+            f"{where}: its digest is {actual}, it states {short(stated)}: it was changed after it was written; copy "
+            f"the artefact again, or compile it again"
         )
     try:
         manifest = msgspec.convert(values, Manifest)
         _check(manifest, where)
     except msgspec.ValidationError as error:
-        raise BadManifest(f"{where}: {error}") from None
+        raise BadManifest(f"{where}: {error}; expected what schema version {SCHEMA} says; compile it again") from None
     except BadManifest:
         raise
     except Ds41Error as error:  # of the configuration or the program
-        raise BadManifest(f"{where}: {error}") from None
+        raise BadManifest(f"{where}: {error}; compile it again") from None
     return manifest
 
 
@@ -182,14 +178,15 @@ def _check(manifest: Manifest, where: str) -> None:
 
     for name, file in manifest.files.items():
         if not _NAME.fullmatch(name):
-            raise UnsafeFileName(f"{where}: file name {short(name)}; expected a plain name inside the artefact's folder")
+            raise UnsafeFileName(f"{where}: file name {short(name)}; expected a plain name inside the folder")
         for digest in filter(None, (file.sha256, file.sample)):
             if not _SHA.fullmatch(digest):
-                raise BadManifest(f"{where}: {name}: digest {short(digest)}; expected sha256: and 64 hexadecimal digits")
+                raise BadManifest(f"{where}: {name}: {short(digest)}; expected sha256: and 64 hexadecimal digits")
         if not 0 <= file.size < 2**48:
             raise BadManifest(f"{where}: {name}: size {short(file.size)}; expected bytes of a file")
     expect("config_digest", manifest.config_digest, manifest.config.digest())
-    expect("layers", [layer.role for layer in manifest.layers], [manifest.config.role(x.role.layer) for x in manifest.layers])
+    roles = [layer.role for layer in manifest.layers]
+    expect("layers", roles, [manifest.config.role(role.layer) for role in roles])
     expect("requires", list(manifest.requires), list(required_features(manifest.target)))
     program = manifest.program()
     manifest.config.check_linear(program.linear)
@@ -197,7 +194,9 @@ def _check(manifest: Manifest, where: str) -> None:
     expect("names of kernels", [k.name for k in manifest.kernels], [k.name for k in program.kernels()])
     weights = [layer.weights for layer in manifest.layers if layer.weights is not None]
     if weights and len(weights) != len(manifest.layers):
-        raise BadManifest(f"{where}: layers: {len(weights)} of {len(manifest.layers)} have weights; expected all or none")
+        raise BadManifest(
+            f"{where}: {len(weights)} of {len(manifest.layers)} layers have weights; expected all or none"
+        )
     expect("files", sorted(manifest.files), sorted({MODULE, IR, *weights}))
     expect("files with a sample", sorted(n for n, f in manifest.files.items() if f.sample), sorted(set(weights)))
 

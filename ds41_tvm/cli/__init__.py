@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 from cyclopts import App, CycloptsError, Parameter
 
 from ds41_tvm import __version__
-from ds41_tvm.cli import bench, bundle_cmd, compile_cmd, doctor, inspect_cmd, synth, verify
+from ds41_tvm.cli import bench, bundle_cmd, compile_cmd, doctor, inspect_cmd, onnx_cmd, run_cmd, synth, verify
 from ds41_tvm.errors import (
     ArtifactError,
     CheckpointError,
@@ -46,8 +46,11 @@ app.command(bundle_cmd.bundle)
 app.command(compile_cmd.compile_command, name="compile")
 app.command(doctor.doctor)
 app.command(inspect_cmd.inspect)
+app.command(onnx_cmd.export_onnx)
+app.command(run_cmd.run)
 app.command(synth.synth)
 app.command(verify.verify)
+app.command(onnx_cmd.verify_onnx)
 app.meta.suppress_keyboard_interrupt = False
 
 

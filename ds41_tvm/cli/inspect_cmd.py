@@ -91,4 +91,5 @@ def _show(found: dict[str, Any]) -> None:
         for k in found["kernels"]
     ]
     out.print(table(("kernel", "sizes", "schedule", "code bytes"), rows))
-    out.print(table(("file", "bytes", "sha256"), [(n, f["size"], f["sha256"][7:23] + "…") for n, f in found["files"].items()]))
+    rows = [(name, file["size"], file["sha256"][7:23] + "…") for name, file in found["files"].items()]
+    out.print(table(("file", "bytes", "sha256"), rows))

@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 from ds41_tvm import __version__
 from ds41_tvm.api import pooling_format
-from ds41_tvm.artifact import files, manifest as schema
+from ds41_tvm.artifact import files
+from ds41_tvm.artifact import manifest as schema
 from ds41_tvm.artifact.manifest import Manifest
 from ds41_tvm.artifact.weights import as_tensors, packed_tensors
 from ds41_tvm.checkpoint import Checkpoint, load_checkpoint
@@ -44,7 +45,7 @@ class Compiled:
     manifest: Manifest
 
 
-def compile(  # noqa: A001 - ds41_tvm.compile
+def compile(
     source: AttentionConfig | Checkpoint | str | os.PathLike[str],
     out: str | os.PathLike[str],
     weights: Mapping[str, Any] | None = None,
@@ -162,7 +163,8 @@ def _fill(
         ),
         kernels=tuple(kernel.entry for kernel in kernels),
         files={
-            name: files.describe(folder / name, name in of_weights) for name in sorted({schema.MODULE, schema.IR, *of_weights})
+            name: files.describe(folder / name, name in of_weights)
+            for name in sorted({schema.MODULE, schema.IR, *of_weights})
         },
     )
 

@@ -57,7 +57,7 @@ def _compile(kernel: Kernel, target: Any, ours: Target, path: Path) -> CompiledK
         tvm.compile(tvm.IRModule({kernel.name: func}), target=target).mod.write_to_file(str(path), "o")
     except Exception as error:
         raise CompileError(
-            f"TVM {tvm.__version__} could not compile {kernel.name} for {ours.name}: {error}"
+            f"TVM {tvm.__version__} could not compile {kernel.name} for {ours.name}: {str(error)[:500]}"
         ) from error
     entry = Entry(
         name=kernel.name,
@@ -79,9 +79,7 @@ def _buffer(buffer: Any) -> Buffer:
         return str(text).encode().decode()
 
     shape = tuple(int(n.value) if hasattr(n, "value") else plain(n) for n in buffer.shape)
-    return Buffer(
-        name=plain(buffer.name), dtype=plain(buffer.dtype), shape=shape, alignment=int(buffer.data_alignment)
-    )
+    return Buffer(name=plain(buffer.name), dtype=plain(buffer.dtype), shape=shape, alignment=int(buffer.data_alignment))
 
 
 def compiler() -> str:

@@ -179,9 +179,7 @@ class _Judging:
         rounding, findings = 0, len(self.verdict.findings)
         for row, mine, theirs in _differences(got, expected):
             same[row] = False
-            if self.other_ties and (
-                loose[row] or (scores is not None and _same_scores(scores[row], mine, theirs))
-            ):
+            if self.other_ties and (loose[row] or (scores is not None and _same_scores(scores[row], mine, theirs))):
                 self.verdict.tie_decided += 1
             elif scores is not None and self.case.selection_differs and _is_rounding_tie(scores[row], mine, theirs):
                 rounding += 1

@@ -73,9 +73,7 @@ def _conversions(arrays: Mapping[str, Array]) -> Iterator[Comparison]:
         yield _compare(f"{kind} rows", round_trip(kind, arrays["quant_in"]), arrays[recorded])
 
 
-def _selections(
-    arrays: Mapping[str, Array], where: str, topk: Callable[[Array, int], Array]
-) -> Iterator[Comparison]:
+def _selections(arrays: Mapping[str, Array], where: str, topk: Callable[[Array, int], Array]) -> Iterator[Comparison]:
     """Every recorded row through `topk(scores [1, n], k)`, which gives ascending positions and then -1."""
     ends, picks = np.cumsum(arrays["topk_len"]), np.cumsum(arrays["topk_k"])
     rows = np.split(arrays["topk_vals"], ends[:-1]), np.split(arrays["topk_set"], picks[:-1])
@@ -104,9 +102,7 @@ def _compiled(arrays: Mapping[str, Array], target: Target) -> Iterator[Compariso
         packed = aligned((rows, 1, formats.row_bytes(kind, dim)), np.uint8)
         functions[packer.name](x.reshape(rows, 1, dim), order, packed)
         yield _compare(f"{kind} rows, compiled", packed[:, 0], pack_rows(kind, x))
-        yield _compare(
-            f"{kind} values, compiled", unpack_rows(kind, packed[:, 0], dim), arrays[_QUANTISED[kind]]
-        )
+        yield _compare(f"{kind} values, compiled", unpack_rows(kind, packed[:, 0], dim), arrays[_QUANTISED[kind]])
     quantised = aligned(x.shape, np.uint16)
     functions[activation.name](x, quantised)
     yield _compare("activations, compiled", quantised, arrays[_QUANTISED["window"]])

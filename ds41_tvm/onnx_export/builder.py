@@ -71,15 +71,11 @@ class Body:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._used: dict[str, int] = {}
 
-    def op(
-        self, kind: str, *inputs: str, name: str | None = None, doc: str | None = None, **attributes: Any
-    ) -> str:
+    def op(self, kind: str, *inputs: str, name: str | None = None, doc: str | None = None, **attributes: Any) -> str:
         """Append one node of the default domain with one result; `name` becomes its name and its result's."""
         return self._append(kind, inputs, [self._fresh(name or kind)], "", doc, attributes)[0]
 
-    def ops(
-        self, kind: str, *inputs: str, outputs: int, name: str | None = None, **attributes: Any
-    ) -> list[str]:
+    def ops(self, kind: str, *inputs: str, outputs: int, name: str | None = None, **attributes: Any) -> list[str]:
         """As `op`, for a node with several results."""
         base = name or kind
         names = [self._fresh(f"{base}.{number}") for number in range(outputs)]

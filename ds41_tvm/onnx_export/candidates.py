@@ -47,7 +47,7 @@ def candidate_blocks(topk_blocks: int, block_size: int) -> Function:
 
 
 def candidate_positions(block_size: int) -> Function:
-    """bool [batch, tokens, T]: which of T positions lie in the blocks that `candidate_blocks` kept; length int64 [1]."""
+    """bool [batch, tokens, T]: which positions lie in the blocks kept; `length` is T, int64 [1]."""
 
     @define("CandidatePositions", "blocks length", "inside", "Which positions lie in the kept blocks.")
     def made(b: Body, blocks: str, length: str) -> str:

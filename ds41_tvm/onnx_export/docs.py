@@ -7,8 +7,8 @@
 | `past_window.{l}` | uint8 | [batch, past_window_rows.{l}, bytes] | packed window rows of the newest tokens |
 | `past_latent.{l}` | uint8 | [batch, past_groups.{l}, bytes] | packed latents, one per group (sources of latents) |
 | `past_key.{l}` | uint8 | [batch, past_groups.{l}, bytes] | packed index keys, one per group |
-| `past_members.{l}` | f32 | [batch, past_member_rows.{l}, 2, head_dim] | kv and gate of the unfinished group (ratio > 1) |
-| `past_published_key` | uint8 | [batch, rows, bytes] | keys of the layer that last completed a group (keys = published) |
+| `past_members.{l}` | f32 | [batch, past_member_rows.{l}, 2, head_dim] | kv, gate of the unfinished group (ratio > 1) |
+| `past_published_key` | uint8 | [batch, rows, bytes] | keys of the layer that last completed a group (published) |
 | `y.{l}` | f32 | [batch, tokens, dim] | output of layer l: bf16 values |
 | `present_*` | | | the caches after these tokens: the next call's `past_*` |
 | `selection.{l}` | int64 | [batch, tokens, selected.{l}] | selected compressed positions, ascending, then -1 |

@@ -94,9 +94,7 @@ def export_onnx(
         size = 0
         model = _model(graph, library)
         if where == "none":
-            model.graph.input.extend(
-                helper.make_tensor_value_info(n, given.dtype(n), given.shapes[n]) for n in names
-            )
+            model.graph.input.extend(helper.make_tensor_value_info(n, given.dtype(n), given.shapes[n]) for n in names)
         elif where == "inline":
             size = inline(given, names, digest, model)
         else:
@@ -134,7 +132,9 @@ def _sources(config: AttentionConfig, layers: Iterable[int]) -> set[int]:
 
 
 def _where(asked: WeightsAs, given: LayerWeights, names: list[str]) -> str:
-    bytes_ = sum(math.prod(given.shapes[name]) * (1 if given.dtype(name) == onnx.TensorProto.UINT8 else 2) for name in names)
+    bytes_ = sum(
+        math.prod(given.shapes[name]) * (1 if given.dtype(name) == onnx.TensorProto.UINT8 else 2) for name in names
+    )
     if asked == "inline" and bytes_ > INLINE_LIMIT:
         raise UsageError(f"weights of {bytes_} bytes do not fit into one ONNX file (2 GiB); write them external")
     if asked == "auto":

@@ -25,9 +25,7 @@ LARGEST = float(np.finfo(np.float32).max)
 HIDDEN = -LARGEST
 
 
-def define(
-    name: str, inputs: str, outputs: str, doc: str
-) -> Callable[[Callable[..., str | Sequence[str]]], Function]:
+def define(name: str, inputs: str, outputs: str, doc: str) -> Callable[[Callable[..., str | Sequence[str]]], Function]:
     """Turn a function that writes a body into a `Function`; names are separated by spaces."""
 
     def made(build: Callable[..., str | Sequence[str]]) -> Function:
@@ -114,5 +112,5 @@ _ALL = np.arange(256, dtype=np.uint8)
 DECODE_E4M3 = _decoder("DecodeE4m3", "e4m3 code -> value, exact; 127 and 255 give NaN.", formats.e4m3_decode(_ALL))
 DECODE_E8M0 = _decoder("DecodeE8m0", "e8m0 code -> 2^(code - 127), exact; 255 gives NaN.", formats.e8m0_decode(_ALL))
 DECODE_E2M1 = _decoder("DecodeE2m1", "e2m1 code 0..15 -> value, exact.", formats.e2m1_decode(_ALL[:16]))
-DECODE_LOW = _decoder("DecodeLow", "Value of the low e2m1 code of a byte.", formats.e2m1_decode(_ALL & 15))
-DECODE_HIGH = _decoder("DecodeHigh", "Value of the high e2m1 code of a byte.", formats.e2m1_decode(_ALL >> 4))
+DECODE_LOW = _decoder("DecodeLow", "Value of the low e2m1 code of a byte.", formats.e2m1_decode(_ALL & np.uint8(15)))
+DECODE_HIGH = _decoder("DecodeHigh", "Value of the high e2m1 code of a byte.", formats.e2m1_decode(_ALL >> np.uint8(4)))

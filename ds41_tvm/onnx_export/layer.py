@@ -204,7 +204,9 @@ class LayerGraph:
         """The compressed positions that each query attends to."""
         c, b, layer = self.config, self.body, role.layer
         name, heads, dim = f"layer{layer}", c.index_n_heads, c.index_head_dim
-        q = b.op("Reshape", self._linear(role, "indexer.wq_b", qr), b.i64([0, 0, heads, dim]), name=f"{name}.index_heads")
+        q = b.op(
+            "Reshape", self._linear(role, "indexer.wq_b", qr), b.i64([0, 0, heads, dim]), name=f"{name}.index_heads"
+        )
         q = b.call(rope.rotate(c.rope_head_dim), q, step.cos_heads, step.sin_heads, name=f"{name}.index_turned")
         flat = b.op("Reshape", q, b.i64([0, 0, heads * dim]))
         flat = b.call(quantize.round_trip("index", heads * dim), flat, name=f"{name}.index_rounded")
@@ -233,7 +235,9 @@ class LayerGraph:
             choose = candidates.candidate_blocks(c.candidate_topk_blocks, c.candidate_block_size)
             made = b.call(choose, ranks, visible, name=f"candidates.{layer}", results=[f"candidates.{layer}"])
             self._output(made, INT64, ("batch", "tokens", f"candidate_blocks.{layer}"))
-        chosen = b.call(topk.select_best(c.index_topk), ranks, name=f"selection.{layer}", results=[f"selection.{layer}"])
+        chosen = b.call(
+            topk.select_best(c.index_topk), ranks, name=f"selection.{layer}", results=[f"selection.{layer}"]
+        )
         self._output(chosen, INT64, ("batch", "tokens", f"selected.{layer}"))
 
     # ---- values and weights

@@ -25,7 +25,10 @@ def dequantize_weight(rows: int, columns: int) -> Function:
     down, across = -(-rows // WEIGHT_BLOCK), -(-columns // WEIGHT_BLOCK)
 
     @define(
-        f"DequantizeWeight{rows}x{columns}", "codes scales", "w", "e4m3 codes with one e8m0 scale per 32x32 block -> f32."
+        f"DequantizeWeight{rows}x{columns}",
+        "codes scales",
+        "w",
+        "e4m3 codes with one e8m0 scale per 32x32 block -> f32.",
     )
     def made(b: Body, codes: str, scales: str) -> str:
         scale = b.op("Reshape", b.call(DECODE_E8M0, scales), b.i64([down, 1, across, 1]))
@@ -41,7 +44,10 @@ def linear_fp8(rows: int, columns: int) -> Function:
     """bf16(q(x) @ w.T): q the window-row quantiser (e4m3, block 32), w e4m3 codes with e8m0 scales."""
 
     @define(
-        f"LinearFp8_{rows}x{columns}", "x codes scales", "y", "bf16(q(x) @ w.T): q to e4m3 and back, w e4m3 in 32x32 blocks."
+        f"LinearFp8_{rows}x{columns}",
+        "x codes scales",
+        "y",
+        "bf16(q(x) @ w.T): q to e4m3 and back, w e4m3 in 32x32 blocks.",
     )
     def made(b: Body, x: str, codes: str, scales: str) -> str:
         rounded = b.call(round_trip("window", columns), x)

@@ -9,7 +9,7 @@ from ds41_tvm.onnx_export.formats import define, round_bf16
 
 
 def output_groups(groups: int, rank: int) -> Function:
-    """o f32 [batch, tokens, heads, D], wo_a [groups * rank, heads * D / groups] -> f32 [batch, tokens, groups * rank]."""
+    """o [batch, tokens, heads, D], wo_a [groups * rank, heads * D / groups] -> f32 [batch, tokens, groups * rank]."""
 
     @define("OutputGroups", "o wo_a", "y", f"Each of {groups} runs of heads through its own {rank} rows of wo_a; bf16.")
     def made(b: Body, o: str, wo_a: str) -> str:

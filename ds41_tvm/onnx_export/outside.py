@@ -34,17 +34,30 @@ class Outside:
         for layer in self.model.layers:
             for rows, sequence in zip(x[layer], self.sequences, strict=True):
                 self.model.forward(layer, rows, start, sequence)
-        return {name: np.stack([_value(sequence, name) for sequence in self.sequences]) for name in self.names}
+        return {name: np.stack([expected(sequence, name) for sequence in self.sequences]) for name in self.names}
 
 
-def _value(sequence: Any, name: str) -> Array:
-    what, layer = name.split(".")
+def expected(sequence: Any, name: str) -> Array:
+    """What the reference leaves for output `name` of a graph: [rows, ...], without the batch."""
+    if name == "present_published_key":
+        published = sequence.published
+        if published is not None:
+            return sequence.caches[published].keys  # type: ignore[no-any-return]
+        return np.zeros((0, next(iter(sequence.caches.values())).keys.shape[1]), np.uint8)
+    what, _, layer = name.partition(".")
     cache = sequence.caches[int(layer)]
+    if what == "present_window":
+        return cache.window[-sequence.config.window_size :]  # type: ignore[no-any-return]
     if what == "present_latent":
         return cache.latents  # type: ignore[no-any-return]
     if what == "present_key":
         return cache.keys  # type: ignore[no-any-return]
+    if what == "present_members":
+        rest = len(cache.latents) * cache.role.ratio
+        return np.stack([cache.kv[rest:], cache.gate[rest:]], axis=1)
     chosen = cache.selection if what == "selection" else cache.candidates
-    # As wide as the graph makes it: what lies further right is -1 in every row.
-    groups = len(cache.latents) if len(cache.latents) else chosen.shape[1]
-    return chosen[:, :groups].astype(np.int64)  # type: ignore[no-any-return]
+    source = sequence.caches[cache.role.kv_source]
+    positions = len(source.latents)
+    if what == "candidates":
+        positions = -(-positions // sequence.config.candidate_block_size)
+    return chosen[:, :positions].astype(np.int64)  # type: ignore[no-any-return]

@@ -19,10 +19,7 @@ class Session:
     `inputs`: (name, dtype, shape) of the model's inputs; an axis of no fixed size is None.
     """
 
-    def __init__(
-        self, engine: Engine, inputs: Iterable[tuple[str, Any, tuple[int | None, ...]]], batch: int = 1
-    ) -> None:
-        self._engine = engine
+    def __init__(self, inputs: Iterable[tuple[str, Any, tuple[int | None, ...]]], batch: int = 1) -> None:
         self.length = 0
         self.caches: dict[str, Array] = {}
         for name, dtype, shape in inputs:
@@ -36,10 +33,16 @@ class Session:
         feeds["start_pos"] = np.array(self.length, np.int64)
         return {**feeds, **self.caches, **(others or {})}
 
-    def step(self, x: Mapping[int, Array], others: Mapping[str, Array] | None = None) -> dict[str, Array]:
-        """Outputs of the next call by name; the caches advance."""
-        out = dict(self._engine(self.feeds(x, others)))
+    def advance(self, out: Mapping[str, Array], tokens: int) -> None:
+        """Take the caches of a call's outputs as those of the next call."""
         for name in self.caches:
             self.caches[name] = out["present_" + name.removeprefix("past_")]
-        self.length += next(iter(x.values())).shape[1]
+        self.length += tokens
+
+    def step(
+        self, engine: Engine, x: Mapping[int, Array], others: Mapping[str, Array] | None = None
+    ) -> dict[str, Array]:
+        """Outputs of the next call by name; the caches advance."""
+        out = dict(engine(self.feeds(x, others)))
+        self.advance(out, next(iter(x.values())).shape[1])
         return out

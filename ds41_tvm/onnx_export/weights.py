@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
 from ds41_tvm.checkpoint.blocks import dequantize_block
-from ds41_tvm.checkpoint.tensors import E4M3, TensorSpec, expected_tensors, scale_name, scale_shape
+from ds41_tvm.checkpoint.tensors import E4M3, F32, TensorSpec, expected_tensors, scale_name, scale_shape
 from ds41_tvm.config import AttentionConfig
 from ds41_tvm.errors import MissingTensor, WrongDtype, WrongShape
 from ds41_tvm.reference.layer import FP8_LINEARS
@@ -58,7 +58,7 @@ class LayerWeights:
         spec = self._specs[name]
         array = self._array(name)
         if self._is_fp8(spec):
-            wanted = ("uint8",)
+            wanted: tuple[str, ...] = ("uint8",)
         else:
             wanted = ("float32",) if spec.name.endswith("attn_sink") else ("uint16", "float32")
             if array.dtype == np.uint8 and E4M3 in spec.dtypes:
@@ -80,8 +80,10 @@ class LayerWeights:
         return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
     def dtype(self, name: str) -> int:
-        """ONNX element type of a weight when it is to be a graph input."""
+        """ONNX element type of a weight when it is to be a graph input: as given, else as released."""
         spec = self._specs[name]
+        if F32 in spec.dtypes and self._given is not None and name in self._given:
+            return _TYPES[self._array(name).dtype.name]
         if self._is_fp8(spec):
             return int(TensorProto.UINT8)
         return int(TensorProto.FLOAT if name.endswith("attn_sink") else TensorProto.BFLOAT16)

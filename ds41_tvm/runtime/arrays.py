@@ -56,8 +56,8 @@ def _from_dlpack(value: Any, what: str) -> tuple[NDArray[Any], str]:
         tensor = import_ffi().from_dlpack(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise InputError(
-            f"{what} is a {type(value).__name__} that cannot be shared through DLPack ({error}); hand over a plain array "
-            f"on the CPU, of a tensor with a gradient its .detach()"
+            f"{what} is a {type(value).__name__} that cannot be shared through DLPack ({error}); hand over a plain "
+            f"array on the CPU, of a tensor with a gradient its .detach()"
         ) from error
     if tensor.device.dlpack_device_type() != _CPU:
         raise InputError(f"{what} lies on {tensor.device}; expected the CPU: copy it there first")

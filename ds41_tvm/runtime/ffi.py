@@ -62,7 +62,9 @@ def runtime_library() -> tuple[Path, str]:
         path = Path(folder) / "lib" / LIBRARY
         if path.is_file():
             return path, importlib.metadata.version("apache-tvm")
-    raise AbiMismatch(f"{LIBRARY} was not found; install it: pip install apache-tvm==0.27.0.post1, or run from a bundle")
+    raise AbiMismatch(
+        f"{LIBRARY} was not found; install it: pip install apache-tvm==0.27.0.post1, or run from a bundle"
+    )
 
 
 @functools.cache

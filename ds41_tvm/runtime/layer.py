@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ Array = NDArray[Any]
 Trace = dict[str, Any]
 # Bytes of index scores held at a time: more queries than fit are processed in turn.
 SCORE_BYTES = 32 << 20
+# Linear layers that read the input or write the output of a layer.
+_OUTER_LINEARS = ("wq_a", "wkv", "compressor.wkv", "compressor.wgate", "indexer.weights_proj", "wo_b")
 
 
 @dataclass
@@ -53,13 +56,14 @@ class Layer:
         }
         self._attention = {split: context[program.attention(role, split)] for split in program.splits()}
 
-    def rows_needed(self, n: int) -> int:
-        """Rows that the buffers of input and output must have for n tokens: whole row tiles of every linear layer."""
-        tiles = {max(f) if n > 1 else min(f) for f in self._linear_functions.values()}
-        return max(-(-n // rows) * rows for rows in tiles)
+    @property
+    def whole_rows(self) -> int:
+        """Buffers of input and output need no rows beyond the tokens' for one token and for multiples of this."""
+        return math.lcm(*(max(f) for name, f in self._linear_functions.items() if name in _OUTER_LINEARS))
 
     def forward(self, x: U16, step: Step, trace: Trace | None, out: U16 | None = None) -> U16:
-        """Output bf16 bits ``[tokens, dim]``; `x` bf16 bits in an aligned buffer of at least `rows_needed` rows.
+        """Output bf16 bits ``[tokens, dim]``; `x` bf16 bits in an aligned buffer of `tokens` + PAD_ROWS rows, or fewer:
+        see `whole_rows`.
 
         The output is a new array, or the first rows of `out`, a buffer like that of x.
         """

@@ -119,8 +119,8 @@ def _check_identity(caches: Caches, file: PackedFile) -> None:
         unknown = name == "weights" and (not its or not mine)  # weights given as arrays have no digest
         if its != mine and not unknown:
             raise StateFileError(
-                f"{file.path}: was saved with {name} {its!r}; this runner has {mine!r}: the caches would not be those of "
-                f"the same tokens; restore it with the runner it belongs to, or feed the tokens again"
+                f"{file.path}: was saved with {name} {its!r}; this runner has {mine!r}: the caches would not be those "
+                f"of the same tokens; restore it with the runner it belongs to, or feed the tokens again"
             )
 
 

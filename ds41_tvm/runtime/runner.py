@@ -28,14 +28,15 @@ from ds41_tvm.runtime.trace import add_positions
 from ds41_tvm.runtime.weights import LayerWeights, pack_layer
 
 Array = NDArray[Any]
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def _one_thread(method: Callable[Concatenate[Runner, _P], _R]) -> Callable[Concatenate[Runner, _P], _R]:
     """A method that refuses to run while another thread is inside one: they share scratch buffers and caches."""
 
     @functools.wraps(method)
-    def guarded(self: Runner, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def guarded(self: Runner, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not self._lock.acquire(blocking=False):
             raise UsedConcurrently(
                 f"runner.{method.__name__} was called while another thread runs this runner; give each thread its own "
@@ -155,7 +156,7 @@ class Runner:
             step.done.setdefault(layer, _no_rows(self.config))
         else:
             use_threads(self.threads)
-            whole = self._layers[layer].rows_needed(step.tokens) == step.tokens
+            whole = step.tokens == 1 or step.tokens % self.rows_in_place(layer) == 0
             if not (whole and _in_place(bits)):
                 padded = self.workspace.get("x", (step.tokens + PAD_ROWS, self.config.dim), np.uint16)
                 padded[: step.tokens] = bits
@@ -175,7 +176,7 @@ class Runner:
 
     def rows_in_place(self, layer: int) -> int:
         """Numbers of tokens of which `forward` of this layer uses the caller's memory: 1 and the multiples of this."""
-        return self._layers[layer].rows_needed(2)
+        return self._layers[layer].whole_rows
 
     def _check_sources(self, layer: int, step: Step) -> None:
         role = self.config.role(layer)

@@ -33,9 +33,9 @@ def use_threads(threads: int) -> None:
     process = os.getpid()
     if getattr(_current, "process", process) != process:
         raise AfterFork(
-            "this process was forked after kernels had run in this thread; the workers of TVM's thread pool stayed with "
-            "the parent: fork first and load in the child, start processes with the method 'spawn', or run kernels in a "
-            "new threading.Thread of the child"
+            "this process was forked after kernels had run in this thread; the workers of TVM's thread pool stayed "
+            "with the parent: fork first and load in the child, start processes with the method 'spawn', or run "
+            "kernels in a new threading.Thread of the child"
         )
     if getattr(_current, "threads", None) == threads:
         return

@@ -36,7 +36,8 @@ class LayerWeights:
 def pack_layer(program: Program, role: LayerRole, weights: Mapping[str, Any]) -> LayerWeights:
     """Pack ``layers.{l}.attn.*`` of `weights`: bf16 as uint16 bits, e4m3 as uint8 with ``.scale`` beside, f32.
 
-    Arrays may be what `runtime.arrays.as_array` takes: NumPy, ml_dtypes, anything with DLPack. Raises MissingTensor, WrongShape or WrongDtype naming the tensor and the layer's role.
+    Arrays may be what `runtime.arrays.as_array` takes: NumPy, ml_dtypes, anything with DLPack. Raises MissingTensor,
+    WrongShape or WrongDtype naming the tensor and the layer's role.
     """
     c = program.config
     reader = _Reader(weights, role)

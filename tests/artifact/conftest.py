@@ -23,7 +23,7 @@ SOURCE = str(Path(__file__).parents[2])
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The artefact at `path` of `case`'s configuration and `weights`, its `digest` and `manifest`. Not to be changed."""
+    """The artefact at `path` of `case`'s configuration and `weights`, its `digest` and `manifest`. Do not change it."""
     case = load_case(GOLDEN / "tiny_batch2.lowest-index.npz")
     out = tmp_path_factory.mktemp("artifacts") / "tiny"
     made = ds41_tvm.compile(case.config, out, case.weights)

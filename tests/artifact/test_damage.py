@@ -150,7 +150,8 @@ DAMAGE = {
         lambda f: ((f / MODULE).unlink(), (f / MODULE).symlink_to("nowhere")), errors.MissingFile, MODULE,
     ),
     "two weight files swapped": (
-        lambda f: swap(f, "weights.layer-00.safetensors", "weights.layer-01.safetensors"), errors.DigestMismatch, "layer-00",
+        lambda f: swap(f, "weights.layer-00.safetensors", "weights.layer-01.safetensors"),
+        errors.DigestMismatch, "layer-00",
     ),
     "weights and module swapped": (lambda f: swap(f, MODULE, WEIGHTS), errors.WrongFileSize, MODULE),
     "module of another artefact": (
@@ -177,7 +178,10 @@ DAMAGE = {
     "IR, one bit": (lambda f: flip(f / IR, 0.5), errors.DigestMismatch, IR),
     # the manifest as text
     "a key twice": (duplicate_key, errors.BadManifest, "twice"),
-    "not UTF-8": (with_text("config", "c\udcff".encode("utf-8", "surrogateescape").decode("latin-1")), errors.BadManifest, "digest"),
+    "not UTF-8": (
+        with_text("config", "c\udcff".encode("utf-8", "surrogateescape").decode("latin-1")),
+        errors.BadManifest, "digest",
+    ),
     "nested too deep": (lambda f: (f / MANIFEST).write_text("[" * 100000), errors.BadManifest, "deep"),
     "a list": (lambda f: (f / MANIFEST).write_text("[]"), errors.BadManifest, "expected a JSON object"),
     "another format": (with_text("ds41-tvm artifact", "ds41-tvm artefact"), errors.BadManifest, "format"),
@@ -214,21 +218,36 @@ DAMAGE = {
     "very long name": (unsafe("w" * 5000), errors.UnsafeFileName, "plain name"),
     # files and manifest changed together
     "module cut, and stated so": (then_restate(MODULE, lambda p: cut(p, 0.5)), errors.BadModule, "cut short"),
-    "module to its headers, stated": (then_restate(MODULE, lambda p: cut(p, 0.003)), errors.BadModule, "cut short|headers"),
-    "module empty, and stated so": (then_restate(MODULE, lambda p: p.write_bytes(b"")), errors.BadModule, "cannot be read"),
-    "module is text, and stated so": (then_restate(MODULE, lambda p: p.write_text("x" * 999)), errors.BadModule, "not a 64"),
+    "module to its headers, stated": (
+        then_restate(MODULE, lambda p: cut(p, 0.003)),
+        errors.BadModule, "cut short|headers",
+    ),
+    "module empty, and stated so": (
+        then_restate(MODULE, lambda p: p.write_bytes(b"")),
+        errors.BadModule, "cannot be read",
+    ),
+    "module is text, and stated so": (
+        then_restate(MODULE, lambda p: p.write_text("x" * 999)),
+        errors.BadModule, "not a 64",
+    ),
     "module lacks kernels, stated": (then_restate(MODULE, strip_symbols), errors.BadModule, "__tvm_ffi_rope"),
     "module for another machine, stated": (
         then_restate(MODULE, lambda p: p.write_bytes(p.read_bytes()[:18] + b"\xf3" + p.read_bytes()[19:])),
         errors.BadModule, "machine type 243",
     ),
-    "weights cut, and stated so": (then_restate(WEIGHTS, lambda p: cut(p, 0.9)), errors.BadWeightFile, "cut or damaged"),
+    "weights cut, and stated so": (
+        then_restate(WEIGHTS, lambda p: cut(p, 0.9)),
+        errors.BadWeightFile, "its header describes",
+    ),
     "weights of another layer, stated": (
         then_restate(WEIGHTS, lambda p: shutil.copy(p.with_name("weights.layer-00.safetensors"), p)),
         errors.BadWeightFile, "absent",
     ),
     "weights renamed inside, stated": (shift_names, errors.BadWeightFile, "wq_"),
-    "weights are text, and stated so": (then_restate(WEIGHTS, lambda p: p.write_text("y" * 99)), errors.BadWeightFile, "header"),
+    "weights are text, and stated so": (
+        then_restate(WEIGHTS, lambda p: p.write_text("y" * 99)),
+        errors.BadWeightFile, "header",
+    ),
     # made elsewhere
     "another TVM": (replace_value(("versions",), "0.28.0", "tvm"), errors.AbiMismatch, "0.28.0.*0.27.0"),
     "another tvm-ffi": (replace_value(("versions",), "0.9.9", "tvm_ffi_abi"), errors.AbiMismatch, r"0\.9\.9"),
@@ -254,14 +273,14 @@ def test_damage(copy, name):
         ds41_tvm.load(copy)
     assert type(caught.value) is error, f"{type(caught.value).__name__}: {caught.value}"
     assert re.search(words, str(caught.value)), str(caught.value)
-    assert "expected" in str(caught.value) or ";" in str(caught.value) or ":" in str(caught.value)
+    assert re.search("expected|compile|use |copy|keep", str(caught.value)), f"no way out: {caught.value}"
 
 
 def test_every_byte_of_the_manifest_counts(copy):
     """A changed byte is refused, or changes nothing but white space."""
     data = (copy / MANIFEST).read_bytes()
     good = schema.decode(data, "here")
-    for at in [*range(0, 400), *range(400, len(data), 97)]:
+    for at in [*range(400), *range(400, len(data), 97)]:
         spoiled = bytearray(data)
         spoiled[at] ^= 0x04
         try:

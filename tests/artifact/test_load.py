@@ -125,10 +125,8 @@ def test_weights_lie_in_the_map_aligned_and_stay_clean(tiny, inputs, feed):
             assert isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
     runner = artifact.runner()
     feed(runner, runner.new_sequence(), inputs(runner, 7, 4))
-    maps = open("/proc/self/smaps").read().split("\n")
-    dirty = [
-        maps[i + 1 : i + 20] for i, line in enumerate(maps) if str(tiny.path) in line and ".safetensors" in line
-    ]
+    maps = Path("/proc/self/smaps").read_text().split("\n")
+    dirty = [maps[i + 1 : i + 20] for i, line in enumerate(maps) if str(tiny.path) in line and ".safetensors" in line]
     assert dirty, "no weight file is mapped"
     for block in dirty:
         assert next(line for line in block if line.startswith("Private_Dirty:")).split()[1] == "0"

@@ -60,8 +60,8 @@ class Recorder:
         case = case_from(path, {"meta": _text(meta), **given})
         forward, sequences = reference_forward(case)
         produced = play(case, forward) | reference_caches(case, sequences)
-        arrays = {name: array for key, value in produced.items() for name, array in _official(case, key, value, produced)}
-        np.savez_compressed(path, meta=_text(meta), **given, **arrays)
+        files = (pair for key, value in produced.items() for pair in _official(case, key, value, produced))
+        np.savez_compressed(path, meta=_text(meta), **given, **dict(files))
         return path
 
 

@@ -42,13 +42,19 @@ def form(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def compiled(form: str) -> Callable[..., Callable[..., Any]]:
     """`compiled(op, **params)`: the kernel in the form of this test."""
-    return lambda op, **params: _compile(form, op, params)
+    return lambda op, /, **params: _compile(form, op, params)
+
+
+@pytest.fixture(scope="session")
+def native() -> Callable[..., Callable[..., Any]]:
+    """As `compiled`, for this machine only: operators that are plain integer code on every target."""
+    return lambda op, /, **params: _compile("cpu", op, params)
 
 
 @pytest.fixture(scope="session")
 def compile_as() -> Callable[..., Callable[..., Any]]:
     """`compile_as(form, op, **params)`: the kernel in a form of the caller's choice."""
-    return lambda form, op, **params: _compile(form, op, params)
+    return lambda form, op, /, **params: _compile(form, op, params)
 
 
 @pytest.fixture(scope="session")

@@ -14,16 +14,16 @@ from ds41_tvm.packing import pack_linear
 from ds41_tvm.program import Linear, Program
 from ds41_tvm.target import parse_target
 
-# n, k, groups, weight, out. Sizes that fill tiles of 64, 32, 16, 2 and 1 columns; odd k; whole and part fp8 blocks.
+# n, k, groups, weight, out, summed in f64. Tiles of 64, 32, 16, 2 and 1 columns; odd k; whole and part fp8 blocks.
 SHAPES = [
-    (128, 320, 2, "bf16", "bf16"),
-    (48, 96, 1, "bf16", "bf16"),
-    (10, 7, 1, "bf16", "bf16"),
-    (21, 50, 3, "bf16", "bf16"),
-    (32, 256, 1, "bf16", "f32"),
-    (96, 64, 1, "fp8", "bf16"),
-    (48, 96, 1, "fp8", "bf16"),
-    (32, 66, 1, "f32", "f32"),
+    (128, 320, 2, "bf16", "bf16", False),
+    (48, 96, 1, "bf16", "bf16", True),
+    (10, 7, 1, "bf16", "bf16", False),
+    (21, 50, 3, "bf16", "bf16", True),
+    (32, 256, 1, "bf16", "f32", True),
+    (96, 64, 1, "fp8", "bf16", True),
+    (48, 288, 1, "fp8", "bf16", False),
+    (32, 66, 1, "f32", "f32", True),
 ]
 TOKENS = 19  # more than a row tile, no multiple of one
 GARBAGE = 0xFFFF
@@ -78,19 +78,17 @@ def assert_rounded(got: np.ndarray, x: np.ndarray, w: np.ndarray, groups: int, c
     assert not wrong.any(), f"{wrong.sum()} of {wrong.size}"
 
 
-@pytest.mark.parametrize(("n", "k", "groups", "weight", "out"), SHAPES)
-@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize(("n", "k", "groups", "weight", "out", "careful"), SHAPES)
 def test_every_format(
     call: Any, compile_as: Any, forms: list[str], n: int, k: int, groups: int, weight: str, out: str, careful: bool
 ) -> None:
     """The same tokens one by one and in tiles give the same bits, and those are the rounded sums."""
-    if (weight == "f32") > careful:
-        careful = True  # the pooling weights are always summed with care
     x, stored, scales, values = operands(n, k, groups, weight)
     for form in forms:
         linear = layer("cpu" if form == "plain" else form, n, k, groups, weight, out, careful)
         packed = pack_linear(linear, stored, scales)
-        results = [run(call, compile_as, form, linear, rows, x, packed) for rows in sorted(linear.kernels())]
+        rows_of = sorted(linear.kernels()) if form != "plain" else [6]
+        results = [run(call, compile_as, form, linear, rows, x, packed) for rows in rows_of]
         for got in results:
             assert got.tobytes() == results[0].tobytes(), (form, linear)
         assert_rounded(results[0], x, values, groups, careful)
@@ -125,7 +123,6 @@ def test_extreme_scales_of_fp8_blocks(call: Any, compile_as: Any, forms: list[st
     for form in forms:
         linear = layer("cpu" if form == "plain" else form, n, k, 1, "fp8", "bf16", False)
         packed = pack_linear(linear, codes, scales)
-        for rows in linear.kernels():
-            got = run(call, compile_as, form, linear, rows, x, packed)
-            # -0 from a product of zero and a negative weight becomes +0 in the sum.
-            np.testing.assert_array_equal(bf16_decode(got), bf16_decode(expected), err_msg=form)
+        got = run(call, compile_as, form, linear, max(linear.kernels()), x, packed)
+        # -0 from a product of zero and a negative weight becomes +0 in the sum.
+        np.testing.assert_array_equal(bf16_decode(got), bf16_decode(expected), err_msg=form)

@@ -28,13 +28,14 @@ def test_bits_are_the_references(call: Any, compiled: Any, heads: int, dim: int,
 def test_recorded_tables_turn_recorded_numbers(call: Any, compiled: Any, numerics: Any) -> None:
     """The released sizes' table; products in float32 before the sum, as float64 shows."""
     table = numerics["rope_flash_yarn"]
-    x = np.tile(numerics["quant_in"][:18], (1, 1)).reshape(18, 1, 64)
+    x = numerics["quant_in"][:18].reshape(18, 1, 64)
     pairs = (x.astype(np.uint32) << 16).view(np.float32).reshape(18, 32, 2)
     cos, sin = table[..., 0], table[..., 1]
     # Each product rounded to float32, then their sum: float64 holds both exactly enough to round once more.
     a = (pairs[..., 0] * cos).astype(np.float64) - (pairs[..., 1] * sin).astype(np.float64)
     b = (pairs[..., 0] * sin).astype(np.float64) + (pairs[..., 1] * cos).astype(np.float64)
-    expected = bf16_encode(np.stack([a, b], -1).astype(np.float32).reshape(18, 1, 64))
+    with np.errstate(over="ignore"):  # some of the recorded numbers are the largest that there are
+        expected = bf16_encode(np.stack([a, b], -1).astype(np.float32).reshape(18, 1, 64))
     got = call(compiled("rope", heads=1, dim=64, rope_dim=64, inverse=0), [x, table], x.shape, np.uint16)
     number = np.isfinite((expected.astype(np.uint32) << 16).view(np.float32))
     np.testing.assert_array_equal(got[number], expected[number])

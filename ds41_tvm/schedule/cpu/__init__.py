@@ -9,7 +9,9 @@ from tvm.tirx import PrimFunc
 
 from ds41_tvm.kernels import FACTORIES
 from ds41_tvm.program import Kernel
-from ds41_tvm.schedule.cpu.attention import sparse_attention_cpu
+from ds41_tvm.schedule.cpu.attention import sparse_attention_fma
+from ds41_tvm.schedule.cpu.attention_amx import sparse_attention_amx
+from ds41_tvm.schedule.cpu.gather import Sizes
 from ds41_tvm.schedule.cpu.indexer import index_scores_cpu
 from ds41_tvm.schedule.cpu.linear import schedule_linear
 from ds41_tvm.schedule.cpu.linear_amx import linear_amx
@@ -32,7 +34,10 @@ def _linear(op: str, p: Params) -> PrimFunc | None:
 
 
 def _attention(op: str, p: Params) -> PrimFunc | None:
-    return sparse_attention_cpu(**p) if op == "sparse_attention" else None
+    if op != "sparse_attention":
+        return None
+    sizes = Sizes(**{k: v for k, v in p.items() if k != "form"})
+    return sparse_attention_amx(sizes) if p["form"] == "amx" else sparse_attention_fma(sizes)
 
 
 def _scores(op: str, p: Params) -> PrimFunc | None:
@@ -55,7 +60,7 @@ RULES: tuple[tuple[str, Callable[[str, Params], PrimFunc | None]], ...] = (
 
 def plain_kernel(op: str, params: Params) -> PrimFunc:
     """The unscheduled kernel, without the parameters that only choose a program."""
-    only_program = {"linear": ("form",), "sparse_attention": ("split",)}.get(op, ())
+    only_program = {"linear": ("form",), "sparse_attention": ("form", "split")}.get(op, ())
     return FACTORIES[op](**{k: v for k, v in params.items() if k not in only_program})
 
 

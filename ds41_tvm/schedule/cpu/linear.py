@@ -9,7 +9,8 @@ from ds41_tvm.schedule.cpu.common import vectorize_inner
 
 
 def schedule_linear(func: PrimFunc, weight: str, tile: int, rows: int, groups: int) -> Schedule:
-    """Column tiles in parallel; within one, row tiles in turn, `rows` x `tile` accumulators in registers over a chunk of k.
+    """Column tiles in parallel; within one, row tiles in turn, `rows` x `tile` accumulators in registers over a chunk
+    of k.
 
     One row streams the weights and decodes them in registers. Many rows decode a column tile of fp8 weights once,
     into a buffer that stays in the second-level cache; bf16 decodes in registers there too (one shift for each two

@@ -15,12 +15,11 @@ from tvm.tirx import PrimFunc
 
 from ds41_tvm.kernels.expr import e4m3_code_to_f32
 from ds41_tvm.numerics.tir import e8m0_to_f32, f32_to_bf16
+from ds41_tvm.schedule.cpu import amx
 
-STEP = 32  # inner indices per tile product
+STEP, PAIRS, COLUMNS = amx.STEP, amx.PAIRS, amx.SIDE
 # Inner indices summed in a tile before they join the total, by type of the total: see `kernels.linear` for why.
 CHUNK = {"f32": 512, "f64": 128}
-PAIRS = STEP // 2
-COLUMNS = 16  # f32 columns of one tile
 # One row reads every weight once, at the speed of memory: 1 KiB of lead keeps its reads in flight (measured: 512 bytes
 # to 4 KiB are within 5 %, none is a quarter slower).
 LEAD_BYTES = 1024
@@ -41,57 +40,26 @@ def linear_amx(n: int, k: int, groups: int, weight: str, out: str, total: str, t
     return _bf16(n, k, groups, out, total, tile, rows)
 
 
-def _op(name: str, *args: Any) -> Any:
-    return T.call_llvm_intrin("void", "llvm.x86." + name, *args)
-
-
 def _prefetch(pointer: Any) -> Any:
     read, keep, data = 0, 3, 1
     return T.call_llvm_intrin("void", "llvm.prefetch", pointer, T.int32(read), T.int32(keep), T.int32(data))
 
 
-def _configuration(index: Any, rows: int) -> Any:
-    """Byte `index` of the tile configuration: palette 1, eight tiles 64 bytes wide, weights 16 rows, the others
-    `rows`.
-    """
-    is_width = (index >= 16) & (index < 32) & (index % 2 == 0)
-    is_rows = (index >= 48) & (index < 56)
-    count = T.Select(index - 48 >= _WEIGHT, T.uint8(16), T.uint8(rows))
-    return T.Select(index == 0, T.uint8(1), T.Select(is_width, T.uint8(64), T.Select(is_rows, count, T.uint8(0))))
-
-
-@T.macro
-def _configure(setup, rows):
-    for i in range(64):
-        setup[i] = _configuration(i, rows)
-    T.evaluate(_op("ldtilecfg", setup.access_ptr("r")))
-
-
-@T.macro
-def _clear(halves):
-    for c in T.unroll(halves):
-        T.evaluate(_op("tilezero", T.uint8(c)))
-
-
 @T.macro
 def _multiply(X, x_offset, x_stride, W, w_offset, tile, halves):
     """Accumulators += 32 inner indices of X (from element x_offset) times the same of W (from word w_offset)."""
-    T.evaluate(_op("tileloadd64", T.uint8(_ACTIVATION), X.access_ptr("r", offset=x_offset), T.int64(x_stride * 2)))
+    T.evaluate(amx.load(_ACTIVATION, X, x_offset, x_stride * 2))
     for c in T.unroll(halves):
-        T.evaluate(
-            _op(
-                "tileloadd64", T.uint8(_WEIGHT + c), W.access_ptr("r", offset=w_offset + c * COLUMNS), T.int64(tile * 4)
-            )
-        )
+        T.evaluate(amx.load(_WEIGHT + c, W, w_offset + c * COLUMNS, tile * 4))
     for c in T.unroll(halves):
-        T.evaluate(_op("tdpbf16ps", T.uint8(c), T.uint8(_ACTIVATION), T.uint8(_WEIGHT + c)))
+        T.evaluate(amx.multiply(c, _ACTIVATION, _WEIGHT + c))
 
 
 @T.macro
 def _add(part, sums, tile, halves, rows, first, total):
     """sums (+)= accumulators."""
     for c in T.unroll(halves):
-        T.evaluate(_op("tilestored64", T.uint8(c), part.access_ptr("w", offset=c * COLUMNS), T.int64(tile * 4)))
+        T.evaluate(amx.store(c, part, c * COLUMNS, tile * 4))
     for i in range(rows):
         for j in T.vectorized(tile):
             sums[i, j] = T.if_then_else(first, T.Cast(total, T.float32(0)), sums[i, j]) + T.Cast(total, part[i, j])
@@ -133,10 +101,10 @@ def _bf16(n: int, k: int, groups: int, out: str, total: str, tile: int, rows: in
                 setup = T.sblock_alloc_buffer((64,), "uint8", scope="local")
                 part = T.sblock_alloc_buffer((rows, tile), "float32", scope="local")
                 sums = T.sblock_alloc_buffer((rows, tile), total_type, scope="local")
-                _configure(setup, rows)
+                amx.configure(setup, rows, _WEIGHT)
                 for b in range(m):
                     for chunk in range(chunks):
-                        _clear(halves)
+                        amx.clear(halves)
                         for step in range(steps):
                             ko: T.let = chunk * steps + step
                             for line in T.unroll(lines):
@@ -154,7 +122,7 @@ def _bf16(n: int, k: int, groups: int, out: str, total: str, tile: int, rows: in
                             )  # fmt: skip
                         _add(part, sums, tile, halves, rows, chunk == 0, total_type)
                     _write(sums, Y, b, vj * tile, tile, rows, store)
-                T.evaluate(_op("tilerelease"))
+                T.evaluate(amx.op("tilerelease"))
 
     return main
 
@@ -191,14 +159,14 @@ def _fp8(n: int, k: int, groups: int, out: str, total: str, tile: int, rows: int
                 part = T.sblock_alloc_buffer((rows, tile), "float32", scope="local")
                 sums = T.sblock_alloc_buffer((rows, tile), total_type, scope="local")
                 pairs = T.sblock_alloc_buffer((ahead * PAIRS, tile), "uint32")
-                _configure(setup, rows)
+                amx.configure(setup, rows, _WEIGHT)
                 if ahead > 1:
                     for kk in range(k // 2):
                         for j in T.vectorized(tile):
                             pairs[kk, j] = _pair(w[vj, kk, j], scale[vj * tile // 32, kk // PAIRS])
                 for b in range(m):
                     for chunk in range(chunks):
-                        _clear(halves)
+                        amx.clear(halves)
                         for step in range(steps):
                             ko: T.let = chunk * steps + step
                             for line in T.unroll(lines):
@@ -216,11 +184,11 @@ def _fp8(n: int, k: int, groups: int, out: str, total: str, tile: int, rows: int
                                         pairs[kk, j] = _pair(w[vj, ko * PAIRS + kk, j], scale[vj * tile // 32, ko])
                             _multiply(
                                 X, b * (rows * groups * k) + (vj * tile // per_group) * k + ko * STEP, groups * k,
-                                pairs, T.if_then_else(ahead > 1, ko, 0) * PAIRS * tile, tile, halves,
+                                pairs, (ko if ahead > 1 else 0) * PAIRS * tile, tile, halves,
                             )  # fmt: skip
                         _add(part, sums, tile, halves, rows, chunk == 0, total_type)
                     _write(sums, Y, b, vj * tile, tile, rows, store)
-                T.evaluate(_op("tilerelease"))
+                T.evaluate(amx.op("tilerelease"))
 
     return main
 

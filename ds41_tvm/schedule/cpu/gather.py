@@ -1,0 +1,176 @@
+"""The frame of attention programs for CPUs: gather and decode the rows of a query once, then let all its heads use
+them.
+
+A task is one query, or a part of its heads where `split` > 1: heads do not touch each other, so the bits stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from ds41_tvm.kernels.attention import window_row
+from ds41_tvm.kernels.expr import e4m3_code_to_f32
+from ds41_tvm.numerics.tir import e2m1_to_f32, e4m3_to_f32, e8m0_to_f32
+
+
+class Sizes(NamedTuple):
+    """Static sizes of `kernels.attention.sparse_attention`, and into how many tasks the heads are cut."""
+
+    heads: int
+    dim: int
+    window: int
+    ring_rows: int
+    block_rows: int
+    k: int
+    split: int
+
+    @property
+    def task_heads(self) -> int:
+        """Heads of one task."""
+        return self.heads // self.split
+
+    @property
+    def padded(self) -> int:
+        """Heads of one task, padded to whole vectors of 16."""
+        return -(-self.task_heads // 16) * 16
+
+
+@T.macro
+def decode_window(rows, j, source, row, dim, put):
+    """rows[j] = put(row `row` of the packed window rows `source`)."""
+    for b in range(dim // 32):
+        for i in T.vectorized(32):
+            rows[j, b * 32 + i] = put(
+                e4m3_code_to_f32(T.Cast("uint16", source[row, b * 32 + i])) * e8m0_to_f32(source[row, dim + b])
+            )
+
+
+@T.macro
+def decode_latent(rows, j, source, row, dim, put):
+    """rows[j] = put(row `row` of the packed latents `source`)."""
+    for b in range(dim // 32):
+        for i in T.vectorized(16):
+            rows[j, b * 32 + i] = put(e2m1_to_f32(source[row, b * 16 + i]) * e4m3_to_f32(source[row, dim // 2 + 2 * b]))
+        for i in T.vectorized(16):
+            rows[j, b * 32 + 16 + i] = put(
+                e2m1_to_f32(T.shift_right(source[row, b * 16 + i], T.uint8(4)))
+                * e4m3_to_f32(source[row, dim // 2 + 2 * b + 1])
+            )
+
+
+def gathered_attention(
+    sizes: Sizes, row_type: str, put: Callable[[Any], Any], spare_rows: int, finish: Any, constants: Any
+) -> PrimFunc:
+    """`kernels.attention.sparse_attention` with the rows of a query in a buffer ``[window + k + spare_rows, dim]``.
+
+    `put` turns a decoded f32 element into one of `row_type`. The macro ``finish(Q, Out, sink, query, first head, rows,
+    count, constants)`` computes and writes the task's heads from the first `count` rows; `constants` is handed to it.
+    """
+    return (_with_latents if sizes.k else _window)(sizes, row_type, put, spare_rows, finish, constants)
+
+
+@T.macro
+def _gather_window(rows, at, count, F, R, P, N, first, base, place, vt, dim, window, ring_rows, put):
+    count[0] = T.Cast("int64", T.min(P[vt] + 1, window))
+    for j in range(count[0]):
+        at[0] = window_row(
+            P[vt] + 1 - T.Cast("int32", count[0] - j), first[N[vt]], base[N[vt]], place[N[vt]], ring_rows
+        )
+        if at[0] >= T.int64(0):
+            decode_window(rows, j, F, at[0], dim, put)
+        else:
+            decode_window(rows, j, R, T.int64(-1) - at[0], dim, put)
+
+
+def _window(
+    sizes: Sizes, row_type: str, put: Callable[[Any], Any], spare_rows: int, finish: Any, constants: Any
+) -> PrimFunc:
+    all_heads, dim, window, ring_rows, _, _, split = sizes
+    row_bytes = dim + dim // 32
+
+    @T.prim_func(s_tir=True)
+    def main(
+        q: T.handle, fresh: T.handle, ring: T.handle, sink: T.Buffer((all_heads,), "float32"), position: T.handle,
+        sequence: T.handle, start: T.handle, row: T.handle, slot: T.handle, o: T.handle,
+    ):  # fmt: skip
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n, p, seqs = T.int64(), T.int64(), T.int64()
+        Q = T.match_buffer(q, (n, all_heads, dim), "uint16")
+        F = T.match_buffer(fresh, (n, row_bytes), "uint8")
+        R = T.match_buffer(ring, (p, row_bytes), "uint8")
+        P = T.match_buffer(position, (n,), "int32")
+        N = T.match_buffer(sequence, (n,), "int32")
+        first = T.match_buffer(start, (seqs,), "int32")
+        base = T.match_buffer(row, (seqs,), "int32")
+        place = T.match_buffer(slot, (seqs,), "int32")
+        Out = T.match_buffer(o, (n, all_heads, dim), "uint16")
+        for task in T.parallel(n * T.int64(split)):
+            with T.sblock("attend"):
+                v = T.axis.spatial(n * T.int64(split), task)
+                T.reads(Q[0:n, 0:all_heads, 0:dim], F[0:n, 0:row_bytes], R[0:p, 0:row_bytes], sink[0:all_heads], P[0:n],
+                        N[0:n], first[0:seqs], base[0:seqs], place[0:seqs])  # fmt: skip
+                T.writes(Out[0:n, 0:all_heads, 0:dim])
+                rows = T.sblock_alloc_buffer((window + spare_rows, dim), row_type)
+                count = T.sblock_alloc_buffer((1,), "int64", scope="local")
+                at = T.sblock_alloc_buffer((1,), "int64", scope="local")
+                vt: T.let = v // T.int64(split)
+                head: T.let = T.Cast("int32", v % T.int64(split)) * (all_heads // split)
+                _gather_window(rows, at, count, F, R, P, N, first, base, place, vt, dim, window, ring_rows, put)
+                finish(Q, Out, sink, vt, head, rows, count[0], constants)
+
+    return main
+
+
+def _with_latents(
+    sizes: Sizes, row_type: str, put: Callable[[Any], Any], spare_rows: int, finish: Any, constants: Any
+) -> PrimFunc:
+    all_heads, dim, window, ring_rows, block_rows, k, split = sizes
+    row_bytes, latent_bytes = dim + dim // 32, dim // 2 + dim // 16
+
+    @T.prim_func(s_tir=True)
+    def main(
+        q: T.handle, fresh: T.handle, ring: T.handle, sink: T.Buffer((all_heads,), "float32"), position: T.handle,
+        sequence: T.handle, start: T.handle, row: T.handle, slot: T.handle, latents: T.handle, table: T.handle,
+        selected: T.handle, o: T.handle,
+    ):  # fmt: skip
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n, p, seqs, blocks, stored = T.int64(), T.int64(), T.int64(), T.int64(), T.int64()
+        Q = T.match_buffer(q, (n, all_heads, dim), "uint16")
+        F = T.match_buffer(fresh, (n, row_bytes), "uint8")
+        R = T.match_buffer(ring, (p, row_bytes), "uint8")
+        P = T.match_buffer(position, (n,), "int32")
+        N = T.match_buffer(sequence, (n,), "int32")
+        first = T.match_buffer(start, (seqs,), "int32")
+        base = T.match_buffer(row, (seqs,), "int32")
+        place = T.match_buffer(slot, (seqs,), "int32")
+        L = T.match_buffer(latents, (stored, latent_bytes), "uint8")
+        B = T.match_buffer(table, (seqs, blocks), "int32")
+        C = T.match_buffer(selected, (n, k), "int32")
+        Out = T.match_buffer(o, (n, all_heads, dim), "uint16")
+        for task in T.parallel(n * T.int64(split)):
+            with T.sblock("attend"):
+                v = T.axis.spatial(n * T.int64(split), task)
+                T.reads(Q[0:n, 0:all_heads, 0:dim], F[0:n, 0:row_bytes], R[0:p, 0:row_bytes], sink[0:all_heads], P[0:n],
+                        N[0:n], first[0:seqs], base[0:seqs], place[0:seqs], L[0:stored, 0:latent_bytes],
+                        B[0:seqs, 0:blocks], C[0:n, 0:k])  # fmt: skip
+                T.writes(Out[0:n, 0:all_heads, 0:dim])
+                rows = T.sblock_alloc_buffer((window + k + spare_rows, dim), row_type)
+                count = T.sblock_alloc_buffer((1,), "int64", scope="local")
+                at = T.sblock_alloc_buffer((1,), "int64", scope="local")
+                vt: T.let = v // T.int64(split)
+                head: T.let = T.Cast("int32", v % T.int64(split)) * (all_heads // split)
+                _gather_window(rows, at, count, F, R, P, N, first, base, place, vt, dim, window, ring_rows, put)
+                for j in range(k):
+                    if C[vt, j] >= 0:
+                        at[0] = T.Cast("int64", B[N[vt], C[vt, j] // block_rows]) * T.int64(block_rows) + T.Cast(
+                            "int64", C[vt, j] % block_rows
+                        )
+                        decode_latent(rows, count[0], L, at[0], dim, put)
+                        count[0] = count[0] + T.int64(1)
+                finish(Q, Out, sink, vt, head, rows, count[0], constants)
+
+    return main
