@@ -39,7 +39,7 @@ CHUNK = {("bf16", "f32"): 128, ("fp8", "f32"): 128, ("bf16", "f64"): 16, ("fp8",
 
 
 def chunk_of(padded: int, weight: str, total: str) -> int:
-    """The largest even divisor of `padded` that is at most `CHUNK`; `padded` itself if that is 2 and it is short."""
+    """The largest even divisor of `padded` that is at most `CHUNK`; `padded` itself if it has none."""
     return max((c for c in range(2, CHUNK[weight, total] + 1, 2) if padded % c == 0), default=padded)
 
 
