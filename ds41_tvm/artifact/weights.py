@@ -8,9 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds41_tvm.config import LayerRole
+from ds41_tvm.errors import BadWeightFile
 from ds41_tvm.packed_file import PackedFile, Spec
 from ds41_tvm.program import Linear, Program
 from ds41_tvm.runtime.weights import LayerWeights, norm_sizes
+from ds41_tvm.strict_json import short
 
 
 def packed_tensors(program: Program, role: LayerRole) -> dict[str, Spec]:
@@ -34,6 +36,11 @@ def _linear(linear: Linear) -> tuple[Spec, ...]:
     return packed, Spec(np.dtype(np.uint8), (-(-linear.n // 32), -(-linear.k // 32)))
 
 
+def metadata(program: Program, role: LayerRole) -> dict[str, str]:
+    """What the file says of itself: two layers of one shape can be told apart."""
+    return {"format": "ds41-tvm weights", "config": program.config.digest(), "layer": str(role.layer)}
+
+
 def as_tensors(weights: LayerWeights) -> dict[str, NDArray[Any]]:
     """The arrays of a layer by their names in the file."""
     out = {f"linear.{name}.{i}": a for name, arrays in weights.linear.items() for i, a in enumerate(arrays)}
@@ -42,7 +49,10 @@ def as_tensors(weights: LayerWeights) -> dict[str, NDArray[Any]]:
 
 
 def from_file(file: PackedFile, program: Program, role: LayerRole) -> LayerWeights:
-    """A layer's weights as views of a mapped file. Raises the file's error class if it does not hold just these."""
+    """A layer's weights as views of a mapped file. Raises BadWeightFile if they are another's, or not just these."""
+    for name, mine in metadata(program, role).items():
+        if (its := file.metadata.get(name)) != mine:
+            raise BadWeightFile(f"{file.path}: {name} is {short(its)}; expected {mine!r}; compile the artefact again")
     file.check(packed_tensors(program, role))
     return LayerWeights(
         {

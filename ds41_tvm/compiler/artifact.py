@@ -22,7 +22,7 @@ from ds41_tvm.api import pooling_format
 from ds41_tvm.artifact import files
 from ds41_tvm.artifact import manifest as schema
 from ds41_tvm.artifact.manifest import Manifest
-from ds41_tvm.artifact.weights import as_tensors, packed_tensors
+from ds41_tvm.artifact.weights import as_tensors, metadata, packed_tensors
 from ds41_tvm.checkpoint import Checkpoint, load_checkpoint
 from ds41_tvm.compiler.publish import publish, refuse_others
 from ds41_tvm.config import AttentionConfig, closure
@@ -172,6 +172,5 @@ def _fill(
 def _write_weights(path: Path, program: Program, layer: int, weights: Mapping[str, Any]) -> None:
     role = program.config.role(layer)
     tensors = as_tensors(pack_layer(program, role, weights))
-    metadata = {"format": "ds41-tvm weights", "config": program.config.digest(), "layer": str(layer)}
     with open(path, "xb") as file:
-        write_packed(file, packed_tensors(program, role).items(), tensors.__getitem__, metadata)
+        write_packed(file, packed_tensors(program, role).items(), tensors.__getitem__, metadata(program, role))

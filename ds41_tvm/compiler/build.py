@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import tvm
+from tvm_ffi.error import register_error
 
 from ds41_tvm.compiler.targets import tvm_target
 from ds41_tvm.errors import CompileError
 from ds41_tvm.program import Kernel, Program
 from ds41_tvm.schedule.cpu import schedule
 from ds41_tvm.target import Target
+
+# TVM's passes call back into Python; an interruption there would come out as a RuntimeError without a message.
+register_error("KeyboardInterrupt", KeyboardInterrupt)
 
 Function = Callable[..., Any]
 # Kernels compiled in this process; a test suite or a notebook builds the same ones over and over.

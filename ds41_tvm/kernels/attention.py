@@ -31,6 +31,11 @@ def sparse_attention(heads: int, dim: int, window: int, ring_rows: int, block_ro
     return _with_latents(heads, dim, window, ring_rows, block_rows, k) if k else _window(heads, dim, window, ring_rows)
 
 
+def sink_weight(sink: Any, top: Any) -> Any:
+    """e^(sink - top): infinity, which takes all weight, from 88.4 on; `exp` itself only holds up to there."""
+    return exp(T.min(sink - top, T.float32(89)))
+
+
 # Where row j of a query's list lies and what its elements are: shared with the CPU's own program.
 
 
@@ -71,7 +76,7 @@ def _attend(Q, Out, sink, vt, h, count, score, top, acc, element, heads, dim):
     for j in range(count):
         score[j] = exp(score[j] - top[0])
         top[1] = top[1] + score[j]
-    top[1] = top[1] + exp(sink[h] - top[0])
+    top[1] = top[1] + sink_weight(sink[h], top[0])
     for d in range(dim):
         acc[0] = T.float32(0)
         for j in range(count):

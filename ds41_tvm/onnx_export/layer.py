@@ -15,7 +15,7 @@ from ds41_tvm.onnx_export import attention, candidates, compressor, indexer, lin
 from ds41_tvm.onnx_export.builder import END, Body, Library
 from ds41_tvm.onnx_export.formats import round_bf16
 from ds41_tvm.onnx_export.output import output_groups
-from ds41_tvm.reference.layer import FP8_LINEARS
+from ds41_tvm.program import FP8_LINEARS, SELECTING
 from ds41_tvm.reference.rope import rope_frequencies
 
 UINT8, FLOAT, INT64, BOOL = TensorProto.UINT8, TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
@@ -261,12 +261,15 @@ class LayerGraph:
     def _linear(self, role: LayerRole, name: str, x: str, result: str | None = None) -> str:
         b, title = self.body, f"layer{role.layer}.{name}"
         results = None if result is None else [result]
+        wide = name in SELECTING and role.kind in ("full", "reindex")
         weight = self._weight(role, f"{name}.weight")
         if self.linear_mode == "fp8" and name in FP8_LINEARS:
-            function = linear.linear_fp8(*self._shapes[weight])
+            rows, columns = self._shapes[weight]
+            function = linear.linear_fp8(rows, columns, wide)
             scale = self._weight(role, f"{name}.scale")
             return b.call(function, x, weight, scale, name=title, results=results)  # type: ignore[no-any-return]
-        return b.call(linear.linear, x, weight, name=title, results=results)  # type: ignore[no-any-return]
+        function = linear.linear_wide if wide else linear.linear
+        return b.call(function, x, weight, name=title, results=results)  # type: ignore[no-any-return]
 
     def _norm(self, role: LayerRole, name: str, x: str) -> str:
         weight = self._weight(role, f"{name}.weight")

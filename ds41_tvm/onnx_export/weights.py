@@ -83,7 +83,7 @@ class LayerWeights:
         """ONNX element type of a weight when it is to be a graph input: as given, else as released."""
         spec = self._specs[name]
         if F32 in spec.dtypes and self._given is not None and name in self._given:
-            return _TYPES[self._array(name).dtype.name]
+            return int(_TYPES[self._array(name).dtype.name])
         if self._is_fp8(spec):
             return int(TensorProto.UINT8)
         return int(TensorProto.FLOAT if name.endswith("attn_sink") else TensorProto.BFLOAT16)

@@ -41,7 +41,8 @@ def import_ffi() -> Any:
     """The module ``tvm_ffi``.
 
     On import it would import torch and ml_dtypes wherever they are installed (seconds, 200 MB), for conversions that
-    kernels do not need: arrays come through NumPy and DLPack. What is imported already stays in use.
+    kernels do not need: arrays come through NumPy and DLPack. What is imported already stays in use. Raises AbiMismatch
+    if it is not installed.
     """
     if "tvm_ffi" in sys.modules:
         return sys.modules["tvm_ffi"]
@@ -49,6 +50,8 @@ def import_ffi() -> Any:
     sys.meta_path.insert(0, hide)
     try:
         return importlib.import_module("tvm_ffi")
+    except ImportError as error:
+        raise AbiMismatch(f"tvm_ffi cannot be imported ({error}); install it: pip install apache-tvm-ffi") from error
     finally:
         sys.meta_path.remove(hide)
 

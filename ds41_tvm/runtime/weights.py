@@ -68,7 +68,8 @@ class _Reader:
         array, name_of_type = as_array(self.weights[full], f"tensor {full}")
         if array.shape != shape:
             raise WrongShape(
-                f"tensor {full} has shape {tuple(array.shape)}; layer {self.role.layer} ({self.role.kind}) needs {shape}"
+                f"tensor {full} has shape {tuple(array.shape)}; layer {self.role.layer} ({self.role.kind}) "
+                f"needs {shape}"
             )
         if array.dtype != np.dtype(dtype):
             raise WrongDtype(f"tensor {full} is {name_of_type}; expected {dtype} ({_MEANING[dtype]})")

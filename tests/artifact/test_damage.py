@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import sys
 
 import pytest
 
@@ -241,7 +242,13 @@ DAMAGE = {
     ),
     "weights of another layer, stated": (
         then_restate(WEIGHTS, lambda p: shutil.copy(p.with_name("weights.layer-00.safetensors"), p)),
-        errors.BadWeightFile, "absent",
+        errors.BadWeightFile, "layer is '0'; expected '2'",
+    ),
+    "weights of a layer of the same shape, stated": (
+        then_restate(
+            "weights.layer-01.safetensors", lambda p: shutil.copy(p.with_name("weights.layer-00.safetensors"), p)
+        ),
+        errors.BadWeightFile, "layer is '0'; expected '1'",
     ),
     "weights renamed inside, stated": (shift_names, errors.BadWeightFile, "wq_"),
     "weights are text, and stated so": (
@@ -315,6 +322,16 @@ def test_an_environment_with_another_tvm(copy, monkeypatch):
     monkeypatch.setattr("ds41_tvm.artifact.load.abi", lambda: {"tvm": "0.99", "tvm_ffi": "0.1.15"})
     with pytest.raises(errors.AbiMismatch, match=r"compiled for version 0\.27.*this process has 0\.99"):
         ds41_tvm.load(copy)
+
+
+def test_an_environment_without_a_runtime(copy, monkeypatch):
+    monkeypatch.setattr(ffi.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(errors.AbiMismatch, match=r"libtvm_runtime.so was not found; install it"):
+        ffi.runtime_library()
+    monkeypatch.delitem(sys.modules, "tvm_ffi")
+    monkeypatch.setattr(sys, "meta_path", [])
+    with pytest.raises(errors.AbiMismatch, match="tvm_ffi cannot be imported.*pip install apache-tvm-ffi"):
+        ffi.import_ffi()
 
 
 def test_large_weights_are_sampled_unless_asked_for_in_full(copy, monkeypatch):

@@ -25,7 +25,9 @@ def test_softmax_over_the_members(call: Any, compiled: Any, ratio: int, dim: int
     k, g = k.astype(np.float32), g.astype(np.float32)
     kv[member[member >= 0]], gate[member[member >= 0]] = k[member >= 0], g[member >= 0]
     ring[-1 - member[member < 0], 0], ring[-1 - member[member < 0], 1] = k[member < 0], g[member < 0]
-    got = bf16_decode(call(compiled("pool_groups", dim=dim, ratio=ratio), [kv, gate, ring, member], (groups, dim), np.uint16))
+    got = bf16_decode(
+        call(compiled("pool_groups", dim=dim, ratio=ratio), [kv, gate, ring, member], (groups, dim), np.uint16)
+    )
     weight = np.exp(g.astype(np.float64) - g.max(1, keepdims=True))
     weight /= weight.sum(1, keepdims=True)
     exact = (k * weight).sum(1)

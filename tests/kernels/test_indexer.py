@@ -61,14 +61,10 @@ def scene(heads: int, dim: int, block_rows: int, visible: list[int], seed: int =
 
 @pytest.mark.parametrize(("heads", "dim", "block_rows"), DENSE)
 @pytest.mark.parametrize("longest", [13, 511, 512, 513])
-def test_every_visible_position(
-    call: Any, compiled: Any, heads: int, dim: int, block_rows: int, longest: int
-) -> None:
+def test_every_visible_position(call: Any, compiled: Any, heads: int, dim: int, block_rows: int, longest: int) -> None:
     """The width is the longest context, or leaves a column over; hidden ones are -infinity."""
     s = scene(heads, dim, block_rows, [longest, 0, 1, 9, longest - 1, 7, 8])
-    function = compiled(
-        "index_scores", heads=heads, dim=dim, block_rows=block_rows, candidate_block=0, spread=0
-    )
+    function = compiled("index_scores", heads=heads, dim=dim, block_rows=block_rows, candidate_block=0, spread=0)
     for width in (longest, longest + 1):
         got = call(function, s.inputs, (7, width), np.uint16)
         for t, scores in enumerate(s.expected):

@@ -29,4 +29,6 @@ def test_bits_are_the_references(call: Any, compiled: Any, dim: int, eps: float)
 
 def test_no_rows(call: Any, compiled: Any) -> None:
     w = np.zeros(32, np.uint16)
-    assert call(compiled("rms_norm", dim=32, eps=1e-20), [np.zeros((0, 32), np.uint16), w], (0, 32), np.uint16).size == 0
+    assert (
+        call(compiled("rms_norm", dim=32, eps=1e-20), [np.zeros((0, 32), np.uint16), w], (0, 32), np.uint16).size == 0
+    )

@@ -12,7 +12,14 @@ from ds41_tvm.packing import aligned
 from ds41_tvm.reference.quantize import pack_rows, quantize_activation, unpack_rows
 
 RECORDED = {"window": "fp8_e8m0_block32_out", "latent": "fp4_e4m3_block16_out", "index": "fp4_e8m0_block32_out"}
-SHAPES = [("window", 1, 64), ("window", 3, 32), ("latent", 1, 64), ("latent", 2, 96), ("index", 1, 64), ("index", 5, 32)]
+SHAPES = [
+    ("window", 1, 64),
+    ("window", 3, 32),
+    ("latent", 1, 64),
+    ("latent", 2, 96),
+    ("index", 1, 64),
+    ("index", 5, 32),
+]
 
 
 def every_pattern(heads: int, dim: int) -> np.ndarray:
@@ -63,7 +70,12 @@ def test_recorded_values(compiled: Any, numerics: Any, kind: Any) -> None:
 def test_no_rows(compiled: Any) -> None:
     out = aligned((3, 1, row_bytes("index", 64)), np.uint8)
     out[...] = 7
-    run(compiled("pack_rows", kind="index", heads=1, dim=64), np.zeros((0, 1, 64), np.uint16), np.zeros(0, np.int64), out)
+    run(
+        compiled("pack_rows", kind="index", heads=1, dim=64),
+        np.zeros((0, 1, 64), np.uint16),
+        np.zeros(0, np.int64),
+        out,
+    )
     assert (out == 7).all()
 
 

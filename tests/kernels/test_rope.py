@@ -21,7 +21,9 @@ def test_bits_are_the_references(call: Any, compiled: Any, heads: int, dim: int,
     table = rope_table(frequencies, np.concatenate([np.arange(150), [2**20 - 1, 1_500_000]]))
     x = bf16_encode((3 * rng.normal(size=(len(table), heads, dim))).astype(np.float32))
     x[4], x[5, 0, ::2] = 0x8000, 0
-    got = call(compiled("rope", heads=heads, dim=dim, rope_dim=rope_dim, inverse=inverse), [x, table], x.shape, np.uint16)
+    got = call(
+        compiled("rope", heads=heads, dim=dim, rope_dim=rope_dim, inverse=inverse), [x, table], x.shape, np.uint16
+    )
     np.testing.assert_array_equal(got, rotate(x, table, inverse=bool(inverse)))
 
 

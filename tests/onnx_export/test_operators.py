@@ -63,8 +63,15 @@ def test_a_bf16_weight_and_an_f32_weight(ort: Run) -> None:
     rng = np.random.default_rng(4)
     x, w = (f.bf16_encode(rng.integers(-9, 9, shape).astype(np.float32)) for shape in ((7, 64), (48, 64)))
     expected = ref_linear.linear(x, w)
-    for form in (weight(w), f.bf16_decode(w)):
-        np.testing.assert_array_equal(f.bf16_encode(ort(linear.linear, f.bf16_decode(x)[None], form)[0]), expected)
+    for function in (linear.linear, linear.linear_wide):
+        for form in (weight(w), f.bf16_decode(w)):
+            np.testing.assert_array_equal(f.bf16_encode(ort(function, f.bf16_decode(x)[None], form)[0]), expected)
+
+
+def test_a_wide_sum_is_rounded_once(ort: Run) -> None:
+    x, w = values(11, 20, 3000), values(12, 64, 3000)
+    got = f.bf16_encode(ort(linear.linear_wide, f.bf16_decode(x)[None], weight(w))[0])
+    np.testing.assert_array_equal(got, ref_linear.linear(x, w))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(48, 64), (33, 32), (96, 96)])
@@ -77,9 +84,11 @@ def test_fp8(ort: Run, rows: int, columns: int) -> None:
     dequantised = ort(linear.dequantize_weight(rows, columns), codes, scales)
     np.testing.assert_array_equal(dequantised, f.dequantize_weight(codes, scales))
     x = values(6, 9, columns)
-    got = ort(linear.linear_fp8(rows, columns), f.bf16_decode(x)[None], codes, scales)[0]
     expected = f.bf16_decode(ref_linear.linear_fp8(x, codes, scales))
+    got = ort(linear.linear_fp8(rows, columns), f.bf16_decode(x)[None], codes, scales)[0]
     assert np.linalg.norm(got - expected) <= 1e-3 * np.linalg.norm(expected)
+    got = ort(linear.linear_fp8(rows, columns, wide=True), f.bf16_decode(x)[None], codes, scales)[0]
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_grouped_output(ort: Run) -> None:

@@ -103,7 +103,8 @@ def join(pieces: list[Fed]) -> Fed:
     """Results of consecutive pieces of one sequence as one; pieces of no token add nothing."""
     pieces = [p for p in pieces if len(next(iter(p.values()))["out"])] or pieces[:1] or [{}]
     return {
-        layer: {what: np.concatenate([p[layer][what] for p in pieces]) for what in pieces[0][layer]} for layer in pieces[0]
+        layer: {what: np.concatenate([p[layer][what] for p in pieces]) for what in pieces[0][layer]}
+        for layer in pieces[0]
     }
 
 
@@ -148,9 +149,7 @@ def poison(runner: Runner, live: list[Sequence], back: int = 0) -> None:
 def _model(config: AttentionConfig, weights: Any, linear: str = "bf16") -> Model:
     options: Any = {"linear": linear, "block_rows": BLOCK_ROWS, "draft": DRAFT}
     threads = sorted({1, min(2, available_threads())})
-    return Model(
-        config, weights, linear, {n: ds41_tvm.build(config, weights, threads=n, **options) for n in threads}
-    )
+    return Model(config, weights, linear, {n: ds41_tvm.build(config, weights, threads=n, **options) for n in threads})
 
 
 @pytest.fixture(scope="session")

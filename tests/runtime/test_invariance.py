@@ -54,7 +54,9 @@ def test_a_step_without_trace_gives_the_traced_output(model: Any) -> None:
     with runner.new_sequence() as sequence:
         step = runner.step([(sequence, LENGTHS[0])])
         for layer in runner.layers:
-            np.testing.assert_array_equal(runner.forward(layer, x[layer], step), model.alone(0, LENGTHS[0])[0][layer]["out"])
+            np.testing.assert_array_equal(
+                runner.forward(layer, x[layer], step), model.alone(0, LENGTHS[0])[0][layer]["out"]
+            )
 
 
 def test_scores_in_pieces_give_the_same(model: Any, same: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,6 @@ LAYOUTS = {
     "odd byte": odd_byte,
     "read-only": read_only,
     "masked array": np.ma.masked_array,
-    "list of rows": list,
 }
 
 

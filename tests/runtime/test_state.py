@@ -69,7 +69,9 @@ def test_beyond_the_draft_limit_is_refused_and_changes_nothing(model: Any, same:
         with pytest.raises(StateError, match="draft"):
             sequence.truncate(length - DRAFT - 1)
         sequence.truncate(length - DRAFT)
-        same.results(model.run(runner, sequence, x[:, length - DRAFT :]), model.alone(0, LENGTH)[0], slice(length - DRAFT, None))
+        same.results(
+            model.run(runner, sequence, x[:, length - DRAFT :]), model.alone(0, LENGTH)[0], slice(length - DRAFT, None)
+        )
 
 
 def test_everything_can_be_taken_back(model: Any, same: Any) -> None:

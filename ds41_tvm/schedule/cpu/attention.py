@@ -11,7 +11,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from ds41_tvm.kernels.attention import LOWEST
+from ds41_tvm.kernels.attention import LOWEST, sink_weight
 from ds41_tvm.kernels.expr import exp
 from ds41_tvm.numerics.tir import bf16_to_f32, f32_to_bf16
 from ds41_tvm.schedule.cpu.gather import Sizes, gathered_attention
@@ -66,7 +66,7 @@ def _softmax(score, sink, first_head, top, total, count, padded, heads):
                 total[c * 16 + lane] = total[c * 16 + lane] + score[r, c * 16 + lane]
         for lane in range(16):
             if c * 16 + lane < heads:
-                total[c * 16 + lane] = total[c * 16 + lane] + exp(sink[first_head + c * 16 + lane] - top[lane])
+                total[c * 16 + lane] = total[c * 16 + lane] + sink_weight(sink[first_head + c * 16 + lane], top[lane])
 
 
 @T.macro

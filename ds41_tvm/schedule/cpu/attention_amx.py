@@ -14,7 +14,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from ds41_tvm.kernels.attention import LOWEST
+from ds41_tvm.kernels.attention import LOWEST, sink_weight
 from ds41_tvm.kernels.expr import exp
 from ds41_tvm.numerics.tir import bf16_to_f32, f32_to_bf16
 from ds41_tvm.schedule.cpu import amx
@@ -116,7 +116,7 @@ def _softmax(score, by_head, weight, total, lanes, sink, first_head, count, step
                 weight[padded * 2 + h, r * 16 + i] = f32_to_bf16(
                     by_head[r * 16 + i] - bf16_to_f32(weight[padded + h, r * 16 + i])
                 )
-        total[h] = exp(sink[first_head + h] - total[padded])
+        total[h] = sink_weight(sink[first_head + h], total[padded])
         for i in range(16):
             total[h] = total[h] + lanes[i]
 
