@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from ds41_tvm.cpu_features import LEVELS, host_features, host_level
@@ -53,7 +55,7 @@ def test_unknown_words(text: str, hint: str) -> None:
 
 def test_levels_contain_each_other_and_are_what_has_says() -> None:
     levels = list(LEVELS.values())
-    for lower, higher in zip(levels, levels[1:], strict=False):
+    for lower, higher in pairwise(levels):
         assert set(lower) < set(higher)
     v3 = parse_target("cpu:x86-64-v3+vnni")
     assert v3.has("avx2")

@@ -182,12 +182,14 @@ def _show(found: Verified) -> None:
             row.layer,
             row.seconds if row.tokens else None,
             ("ok" if row.tokens else "-") if row.ok else "WRONG",
-            row.note,
         )
         for row in found.rows
     ]
     columns = (
-        "step", "tokens", "engine", "selections", "differ", "by rounding", "error of y", "layer", "s", "state", "",
+        "step", "tokens", "engine", "selections", "differ", "by rounding", "error of y", "layer", "s", "state",
     )  # fmt: skip
     if rows:
         console().print(table(columns, rows, "against the compiled layers"))
+    for row in found.rows:
+        if row.note:
+            print(f"{row.engine}{f' step {row.step}' if row.tokens else ''}: {row.note}")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,22 +88,35 @@ def tvm_engine(path: Path) -> Engine:
         from ds41_tvm.target import parse_target
 
         flat = specialise(model, feeds)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it renames inputs
-            module = from_onnx(
-                flat,
-                shape_dict={name: list(value.shape) for name, value in feeds.items()},
-                dtype_dict={name: str(value.dtype) for name, value in feeds.items()},
-            )
-        module = relax.transform.DecomposeOpsForInference()(module)
-        machine = relax.VirtualMachine(tvm.compile(module, target=tvm_target(parse_target("cpu"))), tvm.cpu())
-        given = [tvm.runtime.tensor(np.ascontiguousarray(feeds[value.name])) for value in flat.graph.input]
+        shapes = {name: list(value.shape) for name, value in feeds.items()}
+        dtypes = {name: str(value.dtype) for name, value in feeds.items()}
+        with _quiet():
+            module = from_onnx(flat, shape_dict=shapes, dtype_dict=dtypes)
+            module = relax.transform.DecomposeOpsForInference()(module)
+            machine = relax.VirtualMachine(tvm.compile(module, target=tvm_target(parse_target("cpu"))), tvm.cpu())
+        given = [tvm.runtime.tensor(np.array(feeds[value.name], order="C")) for value in flat.graph.input]
         results = machine["main"](*given)
         results = [results] if len(flat.graph.output) == 1 else results
         names = [value.name for value in flat.graph.output]
         return {name: result.numpy() for name, result in zip(names, results, strict=True)}
 
     return run
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what TVM's importer and compiler write to standard error about every gather; errors are raised."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def specialise(model: onnx.ModelProto, feeds: dict[str, Array]) -> onnx.ModelProto:

@@ -113,12 +113,12 @@ def test_chunks_do_not_matter_and_one_layer_needs_no_names(
 
 def test_prompts_of_several_lengths(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.npz"
-    options = ["--checkpoint", checkpoint, "--layers", "0,2", "--prompt", "30,7,1", "--decode", 2, "--chunk", 8]
+    options = ["--checkpoint", checkpoint, "--layers", "0,2,4", "--prompt", "30,7,1", "--decode", 2, "--chunk", 8]
     code, told = run(capsys, *options, "--keys", "published", "--check", "--output", out)
     assert (code, told["prompts"], told["keys"]) == (0, [30, 7, 1], "published")
     assert told["layers"][0]["check"]["rows"] == 32 + 9 + 3
     assert {name: a.shape for name, a in np.load(out).items()} == {
-        f"out.{layer}.{i}": (n, 64) for layer in (0, 2) for i, n in enumerate((32, 9, 3))
+        f"out.{layer}.{i}": (n, 64) for layer in (0, 2, 4) for i, n in enumerate((32, 9, 3))
     }
 
 
@@ -261,6 +261,10 @@ def test_refusals(
 def test_what_does_not_fit_into_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def build(*_: Any, **__: Any) -> None:
+        raise AssertionError("refused too late")
+
+    monkeypatch.setattr(run_layers, "build", build)
     monkeypatch.setattr(machine, "memory", lambda: {"total": 1 << 40, "available": 500 << 20, "limit": None})
     assert cli.run(["run", "--prompt", "2000000", "--batch", "4"]) == 2
     err = capsys.readouterr().err

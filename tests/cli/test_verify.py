@@ -204,11 +204,16 @@ def test_recorded_numerics_are_verified_and_their_errors_found(
 
 
 def test_a_checkpoint_beside_the_file_gives_the_weights(
-    golden_folder: Path, capsys: pytest.CaptureFixture[str]
+    golden_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, told = verify(capsys, golden_folder / "checkpoint_mid_fp8.npz", "--reference", "--steps", 2)
     assert code == 0
     assert told["cases"][0]["linear"] == "fp8"
+    copied = tmp_path / "checkpoint_mid_fp8.npz"
+    copied.write_bytes((golden_folder / copied.name).read_bytes())
+    (tmp_path / "checkpoint_mid_fp8").mkdir()
+    assert cli.run(["verify", str(copied), "--reference"]) == 2
+    assert "config.json" in capsys.readouterr().err
 
 
 def text(meta: Any) -> np.ndarray:
@@ -277,8 +282,17 @@ def test_names_of_arrays_are_checked_and_unknown_kinds_ignored(record: Callable[
     ],
 )
 def test_refusals(
-    arguments: list[str], words: str, record: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    words: str,
+    record: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    def build(*_: Any, **__: Any) -> None:
+        raise AssertionError("refused too late")
+
+    monkeypatch.setattr("ds41_tvm.golden.verify.build", build)
     case = record("case", [2])
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.npz").write_text("hello")

@@ -1,4 +1,4 @@
-"""Kernels by name, in every form in which they exist: the plain one with rows in parallel, and the CPU's own program."""
+"""Kernels by name, in every form: the plain one with rows in parallel, and the CPU's own program."""
 
 from __future__ import annotations
 

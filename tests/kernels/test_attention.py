@@ -79,11 +79,11 @@ def scene(heads: int, dim: int, window: int, ring_rows: int, k: int, scale: floa
     return Scene(inputs + [latents, table, selected] * (k > 0), rows)
 
 
-def assert_rounded(got: np.ndarray, s: Scene, dim: int, slack: float = 2.0**-17) -> None:
+def assert_rounded(got: np.ndarray, s: Scene, dim: int, slack: float = 2.0**-19) -> None:
     """Exact but for float32 arithmetic, then rounded once to bf16."""
     exact, size = s.exact(dim)
     half_step = np.ldexp(1.0, np.frexp(np.maximum(abs(exact), 1e-30))[1] - 9)
-    wrong = abs(bf16_decode(got) - exact) > half_step + slack * size
+    wrong = ~(abs(bf16_decode(got) - exact) <= half_step + slack * size)  # NaN is wrong too
     assert not wrong.any(), f"{wrong.sum()} of {wrong.size}"
 
 
@@ -123,7 +123,7 @@ def test_flat_and_peaked_weights(call: Any, small: Any, scale: float) -> None:
     """Scores of hundreds lose absolute precision in float32: some 2^-24 of them, in the exponent."""
     s = scene(3, 32, 5, 11, 5, scale=scale, seed=1)
     assert_rounded(
-        call(small, s.inputs, s.inputs[0].shape, np.uint16), s, 32, slack=2.0**-17 if scale == 0 else 2.0**-13
+        call(small, s.inputs, s.inputs[0].shape, np.uint16), s, 32, slack=2.0**-19 if scale == 0 else 2.0**-13
     )
 
 

@@ -52,10 +52,12 @@ def scene(heads: int, dim: int, block_rows: int, visible: list[int], seed: int =
     w[0] = 0x8000
     expected = [
         index_scores(
-            unpack_rows("index", q[t : t + 1], dim), unpack_rows("index", own[sequence[t], : visible[t]], dim), w[t : t + 1]
+            unpack_rows("index", q[t : t + 1], dim),
+            unpack_rows("index", own[sequence[t], : visible[t]], dim),
+            w[t : t + 1],
         )[0]
         for t in range(n)
-    ]  # fmt: skip
+    ]
     return Scene(q, w, keys, table, sequence, np.array(visible, np.int32), expected)
 
 

@@ -74,7 +74,7 @@ def assert_rounded(got: np.ndarray, x: np.ndarray, w: np.ndarray, groups: int, c
         got = bf16_decode(got)
         _, exponent = np.frexp(np.maximum(abs(exact), 1e-30))
         allowed = allowed + np.ldexp(1.0, exponent - 9)  # half a bf16 step
-    wrong = abs(got.astype(np.float64) - exact) > allowed
+    wrong = ~(abs(got.astype(np.float64) - exact) <= allowed)  # NaN is wrong too
     assert not wrong.any(), f"{wrong.sum()} of {wrong.size}"
 
 

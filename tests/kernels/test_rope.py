@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ds41_tvm.config import AttentionConfig
-from ds41_tvm.numerics.formats import bf16_encode
+from ds41_tvm.numerics.formats import bf16_decode, bf16_encode
 from ds41_tvm.reference.rope import rope_frequencies, rope_table, rotate
 
 
@@ -21,6 +21,11 @@ def test_bits_are_the_references(call: Any, compiled: Any, heads: int, dim: int,
     table = rope_table(frequencies, np.concatenate([np.arange(150), [2**20 - 1, 1_500_000]]))
     x = bf16_encode((3 * rng.normal(size=(len(table), heads, dim))).astype(np.float32))
     x[4], x[5, 0, ::2] = 0x8000, 0
+    # Pairs that nearly cancel: what is left shows whether both products were rounded before the sum.
+    first, second = x[60:, :, dim - rope_dim :: 2], x[60:, :, dim - rope_dim + 1 :: 2]
+    cos, sin = table[60:, None, :, 0], table[60:, None, :, 1]
+    second[:40] = bf16_encode(bf16_decode(first[:40]) * cos[:40] / sin[:40])
+    first[40:] = bf16_encode(-bf16_decode(second[40:]) * cos[40:] / sin[40:])
     got = call(
         compiled("rope", heads=heads, dim=dim, rope_dim=rope_dim, inverse=inverse), [x, table], x.shape, np.uint16
     )

@@ -24,10 +24,11 @@ BLOCK_ROWS, DRAFT = 4, 6
 # Every ratio, odd counts of heads, sizes that fill no tile, candidate blocks of three.
 ODD = AttentionConfig(
     dim=50, n_heads=3, head_dim=32, rope_head_dim=6, q_lora_rank=18, o_lora_rank=10, o_groups=1, window_size=5,
-    compress_ratios=(3, 3, 3, 8, 0, 4, 4, 1, 1, 1), kv_source_layers=(0, 3, 5, 7), index_source_layers=(0, 1, 3, 5, 7, 8),
-    candidate_source_layer=7, candidate_topk_blocks=3, candidate_block_size=3, index_n_heads=3, index_head_dim=32,
-    index_topk=5, rope_theta=10000.0, compress_rope_theta=40000.0, rope_factor=2.0, original_seq_len=32, beta_fast=32.0,
-    beta_slow=1.0, norm_eps=1e-20, max_seq_len=96,
+    compress_ratios=(3, 3, 3, 8, 0, 4, 4, 1, 1, 1), kv_source_layers=(0, 3, 5, 7),
+    index_source_layers=(0, 1, 3, 5, 7, 8), candidate_source_layer=7, candidate_topk_blocks=3,
+    candidate_block_size=3, index_n_heads=3, index_head_dim=32, index_topk=5, rope_theta=10000.0,
+    compress_rope_theta=40000.0, rope_factor=2.0, original_seq_len=32, beta_fast=32.0, beta_slow=1.0,
+    norm_eps=1e-20, max_seq_len=96,
 )  # fmt: skip
 
 Fed = dict[int, dict[str, np.ndarray]]
@@ -121,8 +122,8 @@ def assert_same_caches(got: dict[str, np.ndarray], expected: dict[str, np.ndarra
 
 
 def poison(runner: Runner, live: list[Sequence], back: int = 0) -> None:
-    """Fill every cache row that no token and no view after `length - back` of the live sequences may read, and all scratch memory,
-    with 0xFF bytes: NaN in every format. Unit 0 of a pool stays zero, as promised to block tables.
+    """Fill all scratch memory and every cache row that no token and no view after `length - back` of the live sequences
+    may read with 0xFF bytes: NaN in every format. Unit 0 of a pool stays zero, as promised to block tables.
     """
     caches, window = runner.caches, runner.config.window_size
 

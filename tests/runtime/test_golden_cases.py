@@ -25,8 +25,15 @@ RUNS += [(target, name) for target in OLDER for name in CASES if not name.starts
 def build(case: Any, target: str) -> Any:
     """Small cache blocks: what is recorded does not depend on them."""
     return ds41_tvm.build(
-        case.config, case.weights, target=target, linear=case.linear, ties=case.ties, keys="published", block_rows=4, draft=6
-    )  # fmt: skip
+        case.config,
+        case.weights,
+        target=target,
+        linear=case.linear,
+        ties=case.ties,
+        keys="published",
+        block_rows=4,
+        draft=6,
+    )
 
 
 def findings(name: str, target: str) -> list[str]:
