@@ -70,6 +70,8 @@ def check_sizes(c: AttentionConfig) -> None:
         value = getattr(c, name)
         if value == 0 and c.candidate_source_layer == -1 and name in _MAY_BE_ZERO_WITHOUT_CANDIDATES:
             continue
+        if value == 0 and name == "original_seq_len":
+            continue  # no YaRN, as in the official code
         if value <= 0:
             raise ConfigError(f"{name}: {value}; expected a positive integer")
     for name in ("head_dim", "index_head_dim"):

@@ -22,6 +22,7 @@ FP8_LINEARS = frozenset({"wq_a", "wq_b", "wkv", "wo_b", "indexer.wq_b"})
 SELECTING = frozenset(
     {"wq_a", "compressor.wkv", "compressor.wgate", "indexer.wk", "indexer.wq_b", "indexer.weights_proj"}
 )
+SHORT = 1024  # inner sizes up to which every linear layer is summed so: they cost little
 # Row tiles of the linear kernels by form: one row for single tokens, many for the rest.
 ROW_TILES = {"fma": (1, 6), "amx": (1, 16)}
 PAD_ROWS = 16  # buffers of per-token rows are this much longer than the tokens, so that any row tile fits
@@ -128,7 +129,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             groups=groups,
             weight=weight,
             out=result,
-            total="f64" if name in SELECTING or weight == "f32" else "f32",
+            total="f64" if name in SELECTING or weight == "f32" or k <= SHORT else "f32",
             tile=tile,
             form="amx" if amx else "fma",
         )

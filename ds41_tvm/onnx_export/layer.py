@@ -103,7 +103,9 @@ class LayerGraph:
         o = b.call(attention.sparse_attention(c.head_dim**-0.5), q, rows, shown, sink, name=f"{name}.attention")
         o = b.call(back, o, step.cos_heads, step.sin_heads, name=f"{name}.o")
         wo_a = self._weight(role, "wo_a.weight")
-        y = b.call(output_groups(c.o_groups, c.o_lora_rank), o, wo_a, name=f"{name}.wo_a")
+        y = b.call(
+            output_groups(c.o_groups, c.o_lora_rank, c.n_heads * c.head_dim // c.o_groups), o, wo_a, name=f"{name}.wo_a"
+        )
         self._linear(role, "wo_b", y, result=f"y.{layer}")
         self._output(f"y.{layer}", FLOAT, ("batch", "tokens", c.dim))
 

@@ -135,7 +135,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"index_topk": 0}, "index_topk: 0"),
     ({"max_batch_size": 0}, "max_batch_size: 0"),
     ({"candidate_block_size": 0}, "candidate_block_size: 0"),
-    ({"original_seq_len": 0}, "original_seq_len: 0"),
+    ({"original_seq_len": -1}, "original_seq_len: -1"),
     ({"dim": 64.0}, "dim: 64.0 is a float; expected an integer"),
     ({"dim": "64"}, "dim: '64' is a str; expected an integer"),
     ({"dim": True}, "dim: True is a bool; expected an integer"),

@@ -108,6 +108,17 @@ def test_nothing_is_selected_before_the_first_group(tiny: Pair) -> None:
     np.testing.assert_array_equal(out["selection.4"], [[[0]]])
 
 
+def test_a_call_without_tokens_changes_nothing(tiny: Pair) -> None:
+    tiny.restart()
+    for tokens in (0, 5, 0, 4):
+        before = dict(tiny.played.session.caches)
+        x = {n: np.zeros((1, tokens, TINY.dim), np.float32) for n in range(6)}
+        out = tiny.played.step(x)
+        assert out["y.3"].shape == (1, tokens, TINY.dim)
+        for name, value in before.items():
+            assert tokens or np.array_equal(tiny.played.session.caches[name], value), name
+
+
 def test_the_selection_is_never_wider_than_what_exists(tiny: Pair) -> None:
     tiny.restart()
     widths = [tiny.step(position, 1)["selection.4"].shape[2] for position in range(9)]

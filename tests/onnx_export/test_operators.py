@@ -94,7 +94,7 @@ def test_fp8(ort: Run, rows: int, columns: int) -> None:
 def test_grouped_output(ort: Run) -> None:
     rng = np.random.default_rng(7)
     o, w = (f.bf16_encode(rng.integers(-9, 9, shape).astype(np.float32)) for shape in ((5, 8, 32), (4 * 6, 64)))
-    got = ort(output.output_groups(4, 6), f.bf16_decode(o)[None], weight(w))[0]
+    got = ort(output.output_groups(4, 6, 64), f.bf16_decode(o)[None], weight(w))[0]
     np.testing.assert_array_equal(f.bf16_encode(got), ref_output.output_groups(o, w, 4))
 
 
