@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,8 +65,9 @@ def plain_kernel(op: str, params: Params) -> PrimFunc:
     return FACTORIES[op](**{k: v for k, v in params.items() if k not in only_program})
 
 
+@functools.cache
 def schedule(kernel: Kernel) -> tuple[str, PrimFunc]:
-    """Name of the rule that took the kernel, and its program."""
+    """Name of the rule that took the kernel, and its program. Cached: half of a compilation is reading TVMScript."""
     params = dict(kernel.params)
     for name, rule in RULES:
         func = rule(kernel.op, params)
