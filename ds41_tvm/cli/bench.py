@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from json import dumps
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -82,7 +83,7 @@ def bench(
         "linear": mode,
         "threads": runner.threads,
         "prompt": prompt,
-        "read_bandwidth": sorted(bandwidth)[len(bandwidth) // 2],
+        "read_bandwidth": median(bandwidth),
         "peak_memory": peak_memory(),
         "rows": records,
     }

@@ -42,14 +42,10 @@ def examine() -> dict[str, Any]:
     required = [_package(need) for need in declared if need.extra is None]
     problems = [_problem(package) for package in required if not package["ok"]]
     if sys.version_info < LEAST_PYTHON:
-        problems.append(
-            f"Python {platform.python_version()}: expected {LEAST_PYTHON[0]}.{LEAST_PYTHON[1]} or newer"
-        )
+        problems.append(f"Python {platform.python_version()}: expected {LEAST_PYTHON[0]}.{LEAST_PYTHON[1]} or newer")
     tvm = machine.tvm_works()
     if not tvm["works"]:
-        problems.append(
-            f"TVM does not load: {tvm['error']}; install it anew: pip install --force-reinstall ds41-tvm"
-        )
+        problems.append(f"TVM does not load: {tvm['error']}; install it anew: pip install --force-reinstall ds41-tvm")
     return {
         "ok": not problems,
         "problems": problems,
@@ -85,9 +81,7 @@ def _problem(package: dict[str, Any]) -> str:
 def _show(found: dict[str, Any]) -> None:
     out = console()
     rows: list[tuple[object, ...]] = [("python", found["python"]["version"], ">=3.11", "ok")]
-    rows += [
-        (p["name"], p["version"] or "-", p["wanted"], "ok" if p["ok"] else "WRONG") for p in found["required"]
-    ]
+    rows += [(p["name"], p["version"] or "-", p["wanted"], "ok" if p["ok"] else "WRONG") for p in found["required"]]
     out.print(table(("required", "version", "wanted", "state"), rows))
 
     rows = []
@@ -95,9 +89,7 @@ def _show(found: dict[str, Any]) -> None:
         for number, package in enumerate(its["packages"]):
             state = "ok" if package["ok"] else "missing" if package["version"] is None else "does not fit"
             hint = its["install"] if number == 0 and not its["ok"] else ""
-            rows.append(
-                (extra if number == 0 else "", package["name"], package["version"] or "-", state, hint)
-            )
+            rows.append((extra if number == 0 else "", package["name"], package["version"] or "-", state, hint))
     out.print(table(("extra", "package", "version", "state", "to install"), rows))
 
     cpu, memory, tvm = found["cpu"], found["memory"], found["tvm"]

@@ -21,9 +21,7 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
         if match is None:
-            raise UsageError(
-                f"--layers {text!r}: {part.strip()!r} is no layer; expected such as 0,2,20-24 or all"
-            )
+            raise UsageError(f"--layers {text!r}: {part.strip()!r} is no layer; expected such as 0,2,20-24 or all")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise UsageError(f"--layers {text!r}: {part.strip()!r} runs backwards; expected {last}-{first}")
@@ -45,9 +43,7 @@ def load_config(name: str) -> AttentionConfig:
     if name in PRESETS:
         return AttentionConfig.preset(name)
     if not Path(name).exists():
-        raise UsageError(
-            f"--config {name!r}: no such file; expected {', '.join(PRESETS)} or a path to config.json"
-        )
+        raise UsageError(f"--config {name!r}: no such file; expected {', '.join(PRESETS)} or a path to config.json")
     return AttentionConfig.from_file(name)
 
 

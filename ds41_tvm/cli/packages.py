@@ -10,9 +10,7 @@ from pathlib import Path
 
 from ds41_tvm.errors import UsageError
 
-_REQUIREMENT = re.compile(
-    r"(?P<name>[\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?(?P<spec>[^;)]*)\)?(?:;(?P<marker>.*))?", re.ASCII
-)
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?(?P<spec>[^;)]*)\)?(?:;(?P<marker>.*))?", re.ASCII)
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w.-]+)['"]""")
 
 
@@ -52,9 +50,7 @@ def _from_source(file: Path) -> list[str]:
     try:
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
     except OSError:
-        raise UsageError(
-            "ds41-tvm is not installed, so what it needs is unknown: pip install ds41-tvm"
-        ) from None
+        raise UsageError("ds41-tvm is not installed, so what it needs is unknown: pip install ds41-tvm") from None
     lines: list[str] = list(project["dependencies"])
     for extra, needs in project["optional-dependencies"].items():
         lines += [f'{need}; extra == "{extra}"' for need in needs]

@@ -24,6 +24,7 @@ SEED = "run"
 def run(
     *,
     checkpoint: Path | None = None,
+    artifact: Path | None = None,
     layers: str = "all",
     prompt: str | None = None,
     decode: int | None = None,
@@ -42,13 +43,16 @@ def run(
 ) -> int:
     """Compile layers of a checkpoint, run a prompt and single tokens through them, and report times.
 
-    Without --checkpoint a small synthetic one with layers of every role is made, run, and checked against the NumPy
-    reference. Exit code 1 if a check fails.
+    Without --checkpoint or --artifact a small synthetic checkpoint with layers of every role is made, run, and checked
+    against the NumPy reference. Exit code 1 if a check fails.
 
     Parameters
     ----------
     checkpoint
         Directory with config.json and *.safetensors.
+    artifact
+        Folder that `ds41-tvm compile` wrote: run its layers without compiling. Its weights are used, or those of
+        --checkpoint, which --check needs. It fixes --layers, --linear, --ties and --target.
     layers
         Layers to run, such as 0,2,20-24; with their sources.
     prompt
@@ -85,20 +89,30 @@ def run(
     """
     from ds41_tvm.cli.limits import check_target
     from ds41_tvm.cli.run_input import Inputs, OutputFile, plan_work, read_input
-    from ds41_tvm.cli.run_layers import Options, feed, open_checkpoint
+    from ds41_tvm.cli.run_layers import Options, check_work, feed, open_artifact_runner, open_checkpoint
     from ds41_tvm.config import AttentionConfig, closure
+    from ds41_tvm.errors import UsageError
     from ds41_tvm.runtime.threads import check_threads
 
     # Everything that can be refused is refused before the long work begins.
     chosen = parse_layers(layers)
     options = Options(check_target(target), linear, ties, keys, check_threads(threads))
-    config = AttentionConfig.preset("tiny") if checkpoint is None else _config_of(checkpoint)
+    ready = None
+    if artifact is not None:
+        if chosen is not None or linear is not None or ties != "lowest-index" or target != "cpu":
+            raise UsageError("--artifact fixes --layers, --linear, --ties and --target; leave them out")
+        if check and checkpoint is None:
+            raise UsageError("--check needs the unpacked weights; give --checkpoint beside --artifact")
+        ready = open_artifact_runner(artifact, checkpoint, options)
+        config, chosen = ready.runner.config, ready.runner.layers
+    else:
+        config = AttentionConfig.preset("tiny") if checkpoint is None else _config_of(checkpoint)
     running = closure(config, chosen)
     config.check_linear(linear or "bf16")
     x, flat = (None, False) if input is None else read_input(input, config.dim)
     work = plan_work(prompt, decode, batch, chunk, x)
     kept = 0 if output is None else sum(work.totals) * config.dim * 2 * len(running)
-    checking = check if check is not None else checkpoint is None
+    checking = check if check is not None else checkpoint is None and artifact is None
 
     with ExitStack() as stack:
         file = None
@@ -106,11 +120,15 @@ def run(
             count = len(running) * (1 if work.equal else len(work.prompts))
             file = stack.enter_context(OutputFile(output, count, overwrite))
         report = stack.enter_context(progress())
-        directory, source = checkpoint, str(checkpoint)
-        if directory is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ds41-tvm-")))
-            directory, source = _write_tiny(folder, work), "synthetic checkpoint (tiny)"
-        opened = open_checkpoint(directory, chosen, work, kept, options, report)
+        directory, source = checkpoint, str(artifact or checkpoint)
+        if ready is not None:
+            check_work(config, work)
+            opened = ready
+        else:
+            if directory is None:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ds41-tvm-")))
+                directory, source = _write_tiny(folder, work), "synthetic checkpoint (tiny)"
+            opened = open_checkpoint(directory, chosen, work, kept, options, report)
         part = _part(opened, work) if checking else None
         inputs = Inputs(work, config.dim, x, SEED)
         keep = max(work.totals) if file is not None else part.tokens if part is not None else 0
@@ -230,7 +248,7 @@ def _show(told: dict[str, Any]) -> None:
         f"{told['source']}: {len(prompts)} sequence(s), prompt {lengths}, then {told['decode']} single token(s); "
         f"linears {told['linear']}, ties {told['ties']}, keys {told['keys']}"
     )
-    out.print(f"{told['target']}, {told['threads']} thread(s); compiled and packed in {told['build_seconds']:.1f} s")
+    out.print(f"{told['target']}, {told['threads']} thread(s); ready after {told['build_seconds']:.1f} s")
     columns = ["layer", "role", "ratio", "tokens", "prefill s", "tokens/s", "decode ms", "GB/s", "state"]
     rows: list[list[object]] = []
     for entry in told["layers"]:

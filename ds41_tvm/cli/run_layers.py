@@ -78,6 +78,23 @@ def open_checkpoint(
     return Opened(runner, checkpoint.weights, checkpoint.linear, options.keys, seconds)
 
 
+def open_artifact_runner(path: Path, checkpoint: Path | None, options: Options) -> Opened:
+    """Load an artefact, with its own weights or those of a checkpoint directory.
+
+    Raises ArtifactError and its classes, CheckpointError.
+    """
+    from ds41_tvm.artifact.load import open_artifact
+
+    begin = time.perf_counter()
+    artifact = open_artifact(path)
+    runner = artifact.runner(checkpoint, options.threads, options.keys)
+    seconds = time.perf_counter() - begin
+    weights = None
+    if checkpoint is not None:
+        weights = load_checkpoint(checkpoint, runner.layers, runner.program.linear).weights
+    return Opened(runner, weights, runner.program.linear, options.keys, seconds)
+
+
 def check_work(config: AttentionConfig, work: Work) -> None:
     """Raises UsageError if a sequence would grow past the configuration's context."""
     if max(work.totals) > config.max_seq_len:

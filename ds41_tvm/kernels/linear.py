@@ -85,10 +85,10 @@ def linear(n: int, k: int, groups: int, weight: str, out: str, total: str, tile:
     * ``fp8``: uint16 of two e4m3 codes, same order; then e8m0 scales ``[ceil(n / 32), ceil(k / 32)]``;
     * ``f32``: float32 ``[n / tile, k, tile]``.
 
-    Rounding: products and sums in f32 (fused), one rounding of the sum to bf16 where `out` is ``bf16``. The sum is taken
-    in chunks of at most `CHUNK` indices, whose sums are added in f32 or f64 (`total`): a single running sum over
-    thousands of products loses two more bits, enough to tip quantisers and selections behind it. An odd k is padded with
-    a zero. The order does not depend on `rows`: a token gives the same
+    Rounding: products and sums in f32 (fused), one rounding of the sum to bf16 where `out` is ``bf16``. The sum is
+    taken in chunks of at most `CHUNK` indices, whose sums are added in f32 or f64 (`total`): a single running sum over
+    thousands of products loses two more bits, enough to tip quantisers and selections behind it. An odd k is padded
+    with a zero. The order does not depend on `rows`: a token gives the same
     bits alone and among others.
     """
     dtype, per_word = WORD[weight]

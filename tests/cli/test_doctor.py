@@ -45,9 +45,7 @@ def test_a_missing_requirement_fails(monkeypatch):
 
 
 def test_a_missing_extra_does_not_fail(monkeypatch, capsys):
-    set_up(
-        monkeypatch, [Requirement("surely-not-a-package", ">=1", "plot"), Requirement("numpy", "", "onnx")]
-    )
+    set_up(monkeypatch, [Requirement("surely-not-a-package", ">=1", "plot"), Requirement("numpy", "", "onnx")])
     assert cli.run(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert "pip install 'ds41-tvm[plot]'" in printed

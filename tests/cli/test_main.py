@@ -15,9 +15,7 @@ def python(code, **more):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, **more)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["synth", "--help"], ["doctor", "-h"], ["--version"], ["nonsense"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["synth", "--help"], ["doctor", "-h"], ["--version"], ["nonsense"]])
 def test_help_and_mistakes_import_nothing_heavy(arguments):
     code = (
         "import sys\nfrom ds41_tvm import cli\n"
@@ -28,9 +26,7 @@ def test_help_and_mistakes_import_nothing_heavy(arguments):
 
 
 def test_module_form_is_the_same_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "ds41_tvm", "--help"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", "ds41_tvm", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     for word in ("ds41-tvm", "doctor", "synth", "--debug", "Exit codes"):
         assert word in done.stdout

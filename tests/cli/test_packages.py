@@ -66,12 +66,8 @@ def test_from_the_source_folder_it_is_the_same(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(packages.metadata, "requires", absent)
-    plain = {
-        (need.extra, need.name, frozenset(filter(None, need.wanted.split(",")))) for need in requirements()
-    }
-    assert plain == {
-        (need.extra, need.name, frozenset(filter(None, need.wanted.split(",")))) for need in installed
-    }
+    plain = {(need.extra, need.name, frozenset(filter(None, need.wanted.split(",")))) for need in requirements()}
+    assert plain == {(need.extra, need.name, frozenset(filter(None, need.wanted.split(",")))) for need in installed}
 
 
 def test_an_absent_package_does_not_fit():
