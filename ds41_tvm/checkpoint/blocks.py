@@ -37,8 +37,7 @@ def dequantize_block(weight: U8, scale: U8) -> U16:
     _check(scale, "scale", np.uint8)
     if scale.shape != scale_shape(weight.shape):
         raise NumericsError(
-            f"scale: shape {scale.shape}; expected {scale_shape(weight.shape)}, one per 32x32 block of "
-            f"{weight.shape}"
+            f"scale: shape {scale.shape}; expected {scale_shape(weight.shape)}, one per 32x32 block of {weight.shape}"
         )
     rows, columns = weight.shape
     out = np.empty((rows, columns), np.uint16)
@@ -52,8 +51,7 @@ def dequantize_block(weight: U8, scale: U8) -> U16:
             out[top : top + step] = bf16_encode(e4m3_decode(codes) * factor)
     if not finite_bf16(out):
         raise NonFiniteWeight(
-            "weight times scale: NaN or beyond bf16's range; expected finite products; the block's scale is "
-            "damaged"
+            "weight times scale: NaN or beyond bf16's range; expected finite products; the block's scale is damaged"
         )
     return out
 

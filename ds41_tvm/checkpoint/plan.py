@@ -74,9 +74,7 @@ def plan_layer(
     return [_plan(shards, spec, who, mode, required) for spec in expected_tensors(config, layer)]
 
 
-def _plan(
-    shards: ShardSet, spec: TensorSpec, who: str, mode: LinearMode, required: LinearMode | None
-) -> PlannedTensor:
+def _plan(shards: ShardSet, spec: TensorSpec, who: str, mode: LinearMode, required: LinearMode | None) -> PlannedTensor:
     shard = _locate(shards, spec.name, who)
     entry = shard.entries[spec.name]
     where = f"{shard.path}: tensor {spec.name}"
@@ -104,9 +102,7 @@ def _plan(
         sources = (source, _scale(shards, spec, who))
         return PlannedTensor(spec.name, keys, sources, "none" if wants_codes else "dequantize")
     if shards.listed_in(scale) is not None:
-        raise WrongDtype(
-            f"{where}: stored as {BF16}, but it has a scale ({scale}); expected {E4M3}, or no scale"
-        )
+        raise WrongDtype(f"{where}: stored as {BF16}, but it has a scale ({scale}); expected {E4M3}, or no scale")
     return PlannedTensor(spec.name, keys, (source,), "quantize" if wants_codes else "none")
 
 

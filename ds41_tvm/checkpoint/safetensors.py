@@ -71,9 +71,7 @@ class Shard:
                 self.identity = _identity(os.fstat(file.fileno()))
                 self.entries = _read_header(path, file.read(8), file, self.identity.size)
         except OSError as exc:
-            raise CheckpointError(
-                f"{path}: cannot be read ({exc.strerror}); expected a safetensors file"
-            ) from None
+            raise CheckpointError(f"{path}: cannot be read ({exc.strerror}); expected a safetensors file") from None
         self._map: NDArray[np.uint8] | None = None  # a plain view, so that results are plain arrays
 
     @property
@@ -90,13 +88,10 @@ class Shard:
         try:
             now = _identity(os.stat(self.path))
         except OSError as exc:
-            raise ShardChanged(
-                f"{self.path}: gone since it was opened ({exc.strerror}); load again"
-            ) from None
+            raise ShardChanged(f"{self.path}: gone since it was opened ({exc.strerror}); load again") from None
         if now != self.identity:
             raise ShardChanged(
-                f"{self.path}: changed since it was opened (was {self.identity.size} bytes, is {now.size}); "
-                "load again"
+                f"{self.path}: changed since it was opened (was {self.identity.size} bytes, is {now.size}); load again"
             )
         if self._map is None:
             try:
@@ -121,9 +116,7 @@ def _read_header(path: Path, prefix: bytes, file: Any, size: int) -> dict[str, E
         raise TruncatedFile(f"{path}: {size} bytes; expected at least the 8 bytes of the header length")
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
-        raise BadHeader(
-            f"{path}: header length {length}; expected at most {MAX_HEADER_BYTES}; not a safetensors file"
-        )
+        raise BadHeader(f"{path}: header length {length}; expected at most {MAX_HEADER_BYTES}; not a safetensors file")
     if 8 + length > size:
         raise BadHeader(
             f"{path}: header length {length} is beyond the file of {size} bytes; the file is cut or damaged"
@@ -168,8 +161,7 @@ def _check_extents(path: Path, entries: dict[str, Entry], base: int, size: int) 
     for name, entry in ordered:
         if entry.stop > size:
             raise TruncatedFile(
-                f"{path}: tensor {short(name)} ends at byte {entry.stop}, but the file has {size}; copy the "
-                "file again"
+                f"{path}: tensor {short(name)} ends at byte {entry.stop}, but the file has {size}; copy the file again"
             )
     for (name, entry), (after, following) in pairwise(ordered):
         if following.start < entry.stop:
@@ -181,8 +173,7 @@ def _check_extents(path: Path, entries: dict[str, Entry], base: int, size: int) 
     for name, entry in ordered:
         if entry.start != end:
             raise BadHeader(
-                f"{path}: bytes {end}..{entry.start} before tensor {short(name)} belong to none; expected no "
-                "holes"
+                f"{path}: bytes {end}..{entry.start} before tensor {short(name)} belong to none; expected no holes"
             )
         end = entry.stop
     if end != size:
@@ -203,9 +194,7 @@ class ShardWriter:
         text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
         base = 8 + len(text)
         self._entries = {
-            name: Entry(
-                h["dtype"], tuple(h["shape"]), base + h["data_offsets"][0], base + h["data_offsets"][1]
-            )
+            name: Entry(h["dtype"], tuple(h["shape"]), base + h["data_offsets"][0], base + h["data_offsets"][1])
             for name, h in header.items()
             if name != "__metadata__"
         }

@@ -92,9 +92,7 @@ class ShardSet:
 
 
 def _twice(directory: Path, name: str, first: str, second: str) -> DuplicateTensor:
-    return DuplicateTensor(
-        f"{directory}: tensor {short(name)} is in {first} and in {second}; expected it in one shard"
-    )
+    return DuplicateTensor(f"{directory}: tensor {short(name)} is in {first} and in {second}; expected it in one shard")
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -138,16 +138,12 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if not target.exists() and not target.is_symlink():
         return
     if not target.is_dir() or target.is_symlink():
-        raise OutputExists(
-            f"{target}: exists and is not a plain directory; expected a new or empty directory"
-        )
+        raise OutputExists(f"{target}: exists and is not a plain directory; expected a new or empty directory")
     others = [p.name for p in target.iterdir() if not _is_ours(p)]
     if others:
         raise OutputExists(f"{target}: holds {_some(others)}; expected a new or empty directory")
     if any(target.iterdir()) and not overwrite:
-        raise OutputExists(
-            f"{target}: holds a checkpoint already; choose another directory or pass overwrite"
-        )
+        raise OutputExists(f"{target}: holds a checkpoint already; choose another directory or pass overwrite")
 
 
 def _is_ours(path: Path) -> bool:

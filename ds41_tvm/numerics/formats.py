@@ -259,8 +259,7 @@ def row_parts(kind: RowKind, dim: int) -> tuple[int, int]:
     """Bytes of codes and bytes of scales in one packed cache row of `dim` elements."""
     if dim <= 0 or dim % NIBBLE_RUN:
         raise NumericsError(
-            f"a packed {kind} row of {dim} elements is impossible: the size must be a multiple of "
-            f"{NIBBLE_RUN}"
+            f"a packed {kind} row of {dim} elements is impossible: the size must be a multiple of {NIBBLE_RUN}"
         )
     parts = {
         "window": (dim, dim // WINDOW_BLOCK),
@@ -311,7 +310,6 @@ def _unpack_row(kind: RowKind, row: U8, dim: int) -> tuple[U8, U8]:
     codes, scales = row_parts(kind, dim)
     if row.shape[-1] != codes + scales:
         raise NumericsError(
-            f"a packed {kind} row of {dim} elements has {codes + scales} bytes, the array's rows have "
-            f"{row.shape[-1]}"
+            f"a packed {kind} row of {dim} elements has {codes + scales} bytes, the array's rows have {row.shape[-1]}"
         )
     return row[..., :codes], row[..., codes:]

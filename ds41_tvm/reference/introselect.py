@@ -29,9 +29,7 @@ def best_of_introselect(keys: I64, k: int) -> I64:
             first = cut
         else:
             last = cut
-    a[first:last] = a[first:last][
-        np.argsort(keys[a[first:last]], kind="stable")
-    ]  # the insertion sort is stable
+    a[first:last] = a[first:last][np.argsort(keys[a[first:last]], kind="stable")]  # the insertion sort is stable
     return a[:k]
 
 

@@ -165,9 +165,7 @@ class Reference:
             allowed = candidate_positions(blocks, size, len(keys))
         scores = mask_scores(index_scores(q, keys, w), visible, allowed)
         if role.is_candidate_source:
-            cache.candidates = select_candidate_blocks(
-                scores, visible, cfg.candidate_topk_blocks, size, self.ties
-            )
+            cache.candidates = select_candidate_blocks(scores, visible, cfg.candidate_topk_blocks, size, self.ties)
             trace["candidates"] = candidate_positions(cache.candidates, size, len(keys))
         picks = TOPK[self.ties](scores, cfg.index_topk)
         # torch also picks masked positions where too few can be reached; those not visible yet are dropped.

@@ -34,9 +34,7 @@ def linear_fp8(x: U16, codes: U8, scales: U8, accumulate: Accumulate = "f64") ->
     x bf16 bits [..., K]; codes e4m3 [N, K] and scales e8m0 [ceil(N/32), ceil(K/32)] of w; y bf16 bits [...,
     N]. Official ``linear`` on fp8 weights: ``act_quant`` then ``fp8_gemm``.
     """
-    return bf16_encode(
-        _product(bf16_decode(quantize_activation(x)), dequantize_weight(codes, scales), accumulate)
-    )
+    return bf16_encode(_product(bf16_decode(quantize_activation(x)), dequantize_weight(codes, scales), accumulate))
 
 
 def weight_values(w: NDArray[Any]) -> F32:

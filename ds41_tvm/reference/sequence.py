@@ -71,9 +71,7 @@ class Sequence:
     def __init__(self, config: AttentionConfig, layers: Iterable[int]) -> None:
         self.config = config
         self.caches = {layer: LayerCache(config.role(layer), config) for layer in layers}
-        self.published: int | None = (
-            None  # the layer that last completed a group (official ``shared_attn.index_k``)
-        )
+        self.published: int | None = None  # the layer that last completed a group (official ``shared_attn.index_k``)
 
     @property
     def length(self) -> int:

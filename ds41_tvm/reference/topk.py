@@ -23,9 +23,7 @@ def topk_lowest_index(scores: F32, k: int) -> I32:
     """
     rank = np.where(np.isnan(scores), np.float32(np.inf), scores)
     # A NaN and an infinity tie here; the second key puts NaN first.
-    order = np.lexsort((~np.isnan(scores), -rank), axis=-1)[
-        :, :k
-    ]  # stable: equal keys stay in ascending position
+    order = np.lexsort((~np.isnan(scores), -rank), axis=-1)[:, :k]  # stable: equal keys stay in ascending position
     reachable = np.take_along_axis(rank, order, axis=-1) > -np.inf
     return ascending(np.where(reachable, order, -1), k)
 

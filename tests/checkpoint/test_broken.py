@@ -81,17 +81,13 @@ def restored(name: str, dtype: str, shape: list[int]) -> Break:
 
     def apply(folder: Path) -> None:
         header, data = read_shard(folder / FIRST)
-        size = (
-            int(np.prod(shape)) * {"F16": 2, "F32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1, "F3_NEW": 1}[dtype]
-        )
+        size = int(np.prod(shape)) * {"F16": 2, "F32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1, "F3_NEW": 1}[dtype]
         old_begin, old_end = header[name]["data_offsets"]
         grown = bytes(size)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [old_begin, old_begin + size]}
         for other, value in header.items():
             if other not in (name, "__metadata__") and value["data_offsets"][0] >= old_end:
-                value["data_offsets"] = [
-                    offset + size - (old_end - old_begin) for offset in value["data_offsets"]
-                ]
+                value["data_offsets"] = [offset + size - (old_end - old_begin) for offset in value["data_offsets"]]
         write_shard(folder / FIRST, header, bytes(data[:old_begin]) + grown + bytes(data[old_end:]))
 
     return apply

@@ -273,9 +273,7 @@ def test_a_shard_that_changes_is_noticed(how: str, tmp_path: Path) -> None:
         shard.rename(folder / "aside")
         if how == "replaced":
             shutil.copy2(folder / "aside", shard)
-    with pytest.raises(
-        ShardChanged, match=r"model-00001-of-00002.safetensors: (changed|gone) since it was opened"
-    ):
+    with pytest.raises(ShardChanged, match=r"model-00001-of-00002.safetensors: (changed|gone) since it was opened"):
         checkpoint.weights["layers.0.attn.wq_a.weight"]
     assert checkpoint.weights["layers.3.attn.wq_a.weight"].size  # the other shard is as it was
 

@@ -123,9 +123,7 @@ def test_dequantizing_is_exact_and_quantising_again_gives_the_same_values() -> N
     rng = np.random.default_rng(5)
     codes, scales = quantize_block(rng.standard_normal((96, 64)).astype(np.float32))
     bf16 = dequantize_block(codes, scales)
-    exact = e4m3_decode(codes).astype(np.float64) * np.kron(
-        e8m0_decode(scales).astype(np.float64), np.ones((32, 32))
-    )
+    exact = e4m3_decode(codes).astype(np.float64) * np.kron(e8m0_decode(scales).astype(np.float64), np.ones((32, 32)))
     assert np.array_equal(bf16_decode(bf16).astype(np.float64), exact)
     assert np.array_equal(dequantize_block(*quantize_bf16(bf16)), bf16)
 
@@ -153,9 +151,7 @@ def test_fast_e4m3_encoder_is_the_exact_one() -> None:
     near = [np.nextafter(middles, np.float32(end)) for end in (0, 500)]
     rng = np.random.default_rng(1)
     bits = rng.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
-    x = np.concatenate(
-        [values, middles, *near, bits[np.abs(bits) <= 448], np.array([1e-45, 0.0], np.float32)]
-    )
+    x = np.concatenate([values, middles, *near, bits[np.abs(bits) <= 448], np.array([1e-45, 0.0], np.float32)])
     x = np.concatenate([x, -x]).astype(np.float32)
     assert np.array_equal(e4m3_encode_scaled(x), e4m3_encode(x))
 

@@ -29,9 +29,7 @@ def golden_config(case: str) -> dict[str, Any]:
 
 
 def test_tiny_is_the_golden_tiny() -> None:
-    assert AttentionConfig.preset("tiny") == AttentionConfig.from_dict(
-        golden_config("tiny_prefill12_decode2")
-    )
+    assert AttentionConfig.preset("tiny") == AttentionConfig.from_dict(golden_config("tiny_prefill12_decode2"))
 
 
 def test_flash_has_the_released_sizes_and_roles() -> None:
@@ -84,9 +82,7 @@ def test_numbers_are_normalised() -> None:
     assert config.digest() == same.digest()
     assert isinstance(config.dim, int)
     assert isinstance(config.beta_fast, float)
-    assert isinstance(
-        AttentionConfig.from_dict({**TINY, "compress_ratios": [0, 0, 2, 2, 1, 1]}).compress_ratios, tuple
-    )
+    assert isinstance(AttentionConfig.from_dict({**TINY, "compress_ratios": [0, 0, 2, 2, 1, 1]}).compress_ratios, tuple)
 
 
 def test_digest_tells_every_field_apart() -> None:
@@ -270,7 +266,5 @@ def test_closure_names_a_missing_candidate_source() -> None:
             "candidate_source_layer": 4,
         }
     )
-    with pytest.raises(
-        ConfigError, match=r"layer 4 is missing; layer 5 .reindex. reads its candidate blocks"
-    ):
+    with pytest.raises(ConfigError, match=r"layer 4 is missing; layer 5 .reindex. reads its candidate blocks"):
         closure(config, [2, 5])

@@ -128,9 +128,7 @@ def test_e2m1_ties_go_to_the_even_code_with_the_sign_kept() -> None:
         (formats.e8m0_scale_index, 6.0, 6 * 2.0**-126),
     ],
 )
-def test_e8m0_scales_are_the_smallest_sufficient_power_for_every_amax(
-    scale, limit: float, floor: float
-) -> None:
+def test_e8m0_scales_are_the_smallest_sufficient_power_for_every_amax(scale, limit: float, floor: float) -> None:
     amax = np.maximum(formats.bf16_decode(FINITE_AMAX).astype(np.float64), floor)
     power = np.ldexp(1.0, scale(FINITE_AMAX).astype(np.int64) - 127)
     assert (power * limit >= amax).all()
@@ -228,9 +226,7 @@ def test_quantising_a_quantised_row_changes_nothing(x: np.ndarray) -> None:
 
 
 def test_nibbles_of_a_run_lie_in_halves() -> None:
-    packed = formats.pack_nibbles(
-        (np.arange(64) % 16).astype(np.uint8) ^ np.repeat([0, 1], 32).astype(np.uint8)
-    )
+    packed = formats.pack_nibbles((np.arange(64) % 16).astype(np.uint8) ^ np.repeat([0, 1], 32).astype(np.uint8))
     np.testing.assert_array_equal(packed[:16], [i | i << 4 for i in range(16)])
     packed = formats.pack_nibbles(np.repeat([1, 2, 3, 4], 16).astype(np.uint8))
     np.testing.assert_array_equal(packed, [0x21] * 16 + [0x43] * 16)
@@ -241,9 +237,7 @@ def test_unpacking_nibbles_gives_the_codes_back(codes: np.ndarray) -> None:
     np.testing.assert_array_equal(formats.unpack_nibbles(formats.pack_nibbles(codes)), codes)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dim", "expected"), [("window", 512, 528), ("latent", 512, 288), ("index", 128, 68)]
-)
+@pytest.mark.parametrize(("kind", "dim", "expected"), [("window", 512, 528), ("latent", 512, 288), ("index", 128, 68)])
 def test_released_rows_have_the_designed_sizes(kind, dim: int, expected: int) -> None:
     assert formats.row_bytes(kind, dim) == expected
 

@@ -19,9 +19,7 @@ ALL_BF16 = np.arange(65536, dtype=np.uint16)
 ALL_BYTES = np.arange(256, dtype=np.uint8)
 
 
-def apply(
-    function: Callable[..., Any], out_dtype: str, *inputs: np.ndarray, vector: bool = True
-) -> np.ndarray:
+def apply(function: Callable[..., Any], out_dtype: str, *inputs: np.ndarray, vector: bool = True) -> np.ndarray:
     """Compile `function` elementwise over one or two arrays and run it."""
     size = inputs[0].size
     first, second = inputs[0], inputs[-1]
@@ -57,9 +55,7 @@ def f32_sweep() -> np.ndarray:
     codes = np.unique(codes)
     middle = ((codes[1:] + codes[:-1]) / 2).view(np.uint32)
     bf16_ties = (ALL_BF16.astype(np.uint32) << 16) | np.uint32(0x8000)
-    middle = np.concatenate(
-        [middle, codes.view(np.uint32), bf16_ties, np.array([0x7F800001, 0xFF800001], np.uint32)]
-    )
+    middle = np.concatenate([middle, codes.view(np.uint32), bf16_ties, np.array([0x7F800001, 0xFF800001], np.uint32)])
     around = np.concatenate([middle, middle + np.uint32(1), middle - np.uint32(1)])
     sweep = np.concatenate([dense, around, around ^ np.uint32(1 << 31)])
     return np.resize(sweep, -(-sweep.size // 16) * 16).view(np.float32)
@@ -195,9 +191,7 @@ def test_elements_of_bad_blocks_are_zero_codes_and_nan_values(kind: str) -> None
 
 @pytest.mark.parametrize("kind", ["window", "latent", "index"])
 def test_values_are_the_dequantised_rows(kind: str) -> None:
-    x = formats.bf16_encode(
-        np.random.default_rng(3).normal(size=(64, 64)).astype(np.float32) * np.float32(30)
-    )
+    x = formats.bf16_encode(np.random.default_rng(3).normal(size=(64, 64)).astype(np.float32) * np.float32(30))
     codes, scales = getattr(formats, f"quantize_{kind}")(x)
     flat = codes if kind == "window" else formats.unpack_nibbles(codes)
     per_element = np.repeat(scales, 64 // scales.shape[-1], axis=-1)

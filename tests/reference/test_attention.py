@@ -73,7 +73,5 @@ def test_a_nan_row_spoils_the_queries_that_take_it_only(operands) -> None:
 
 
 def test_window_rows_are_the_last_positions_before_and_with_the_query() -> None:
-    np.testing.assert_array_equal(
-        window_indices(np.arange(3), 4, 0), [[-1, -1, -1, 0], [-1, -1, 0, 1], [-1, 0, 1, 2]]
-    )
+    np.testing.assert_array_equal(window_indices(np.arange(3), 4, 0), [[-1, -1, -1, 0], [-1, -1, 0, 1], [-1, 0, 1, 2]])
     np.testing.assert_array_equal(window_indices(np.array([9, 10]), 3, 7), [[0, 1, 2], [1, 2, 3]])

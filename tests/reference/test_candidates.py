@@ -23,13 +23,9 @@ def brute_force(scores: np.ndarray, visible: int, topk_blocks: int, size: int) -
 def test_blocks_are_those_of_a_plain_sort(data: st.DataObject) -> None:
     length, size = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 9))
     topk_blocks = data.draw(st.integers(1, 12))
-    values = np.array(
-        data.draw(st.lists(st.integers(-2, 3), min_size=2 * length, max_size=2 * length)), np.float32
-    )
+    values = np.array(data.draw(st.lists(st.integers(-2, 3), min_size=2 * length, max_size=2 * length)), np.float32)
     visible = np.array(data.draw(st.lists(st.integers(0, length), min_size=2, max_size=2)))
-    scores = np.where(np.arange(length) < visible[:, None], values.reshape(2, length), -np.inf).astype(
-        np.float32
-    )
+    scores = np.where(np.arange(length) < visible[:, None], values.reshape(2, length), -np.inf).astype(np.float32)
     kept = select_candidate_blocks(scores, visible, topk_blocks, size)
     for row in range(2):
         assert kept[row].tolist() == brute_force(scores[row], int(visible[row]), topk_blocks, size)

@@ -47,9 +47,7 @@ def same_caches(one: Sequence, other: Sequence) -> None:
         twin = other.caches[layer]
         assert cache.length == twin.length
         for name in ("window", "latents", "keys", "kv", "gate"):
-            np.testing.assert_array_equal(
-                getattr(cache, name), getattr(twin, name), err_msg=f"{name} of layer {layer}"
-            )
+            np.testing.assert_array_equal(getattr(cache, name), getattr(twin, name), err_msg=f"{name} of layer {layer}")
 
 
 X = inputs()
@@ -68,9 +66,7 @@ def test_cutting_the_prompt_anywhere_changes_nothing(sizes: list[int]) -> None:
         got = run(MODEL, X, sequence, start, stop)
         for layer, found in got.items():
             for what, array in found.items():
-                np.testing.assert_array_equal(
-                    array, EXPECTED[layer][what][start:stop], err_msg=f"{what} {layer}"
-                )
+                np.testing.assert_array_equal(array, EXPECTED[layer][what][start:stop], err_msg=f"{what} {layer}")
         start = stop
     same_caches(sequence, WHOLE)
 

@@ -48,9 +48,7 @@ def test_fp8_quantises_the_input_and_scales_the_weight() -> None:
     x = random_bf16(5, 64)
     values = np.random.default_rng(2).normal(size=(40, 64)).astype(np.float32)
     codes, scales = e4m3_encode(values), np.uint8([[126, 128], [125, 127]])
-    full = e4m3_decode(codes) * (2.0 ** (scales.astype(int) - 127)).repeat(32, 0)[:40].repeat(32, 1).astype(
-        np.float32
-    )
+    full = e4m3_decode(codes) * (2.0 ** (scales.astype(int) - 127)).repeat(32, 0)[:40].repeat(32, 1).astype(np.float32)
     expected = linear(quantize_activation(x), full)
     np.testing.assert_array_equal(linear_fp8(x, codes, scales), expected)
     assert (linear_fp8(x, codes, scales) != linear(x, full)).any()
@@ -78,9 +76,7 @@ def test_packed_rows_have_their_sizes_and_quantise_per_row(kind, size: int) -> N
     rows = pack_rows(kind, x)
     assert rows.shape == (5, 2, size)
     np.testing.assert_array_equal(rows[3, 1], pack_rows(kind, x[3, 1]))
-    np.testing.assert_array_equal(
-        round_trip(kind, round_trip(kind, x))[0], round_trip(kind, round_trip(kind, x[0]))
-    )
+    np.testing.assert_array_equal(round_trip(kind, round_trip(kind, x))[0], round_trip(kind, round_trip(kind, x[0])))
 
 
 def test_an_unknown_kind_of_row_is_named() -> None:

@@ -67,9 +67,7 @@ def test_heads_turn_alike_and_pairs_are_adjacent() -> None:
     table = np.array([[[0.0, 1.0], [1.0, 0.0]]], np.float32)  # a quarter turn for pair 0, none for pair 1
     x = bf16_encode(np.array([[[9, 1, 2, 3, 4], [8, 5, 6, 7, 8]]], np.float32))
     np.testing.assert_array_equal(bf16_decode(rotate(x, table))[0], [[9, -2, 1, 3, 4], [8, -6, 5, 7, 8]])
-    np.testing.assert_array_equal(
-        bf16_decode(rotate(x, table, inverse=True))[0], [[9, 2, -1, 3, 4], [8, 6, -5, 7, 8]]
-    )
+    np.testing.assert_array_equal(bf16_decode(rotate(x, table, inverse=True))[0], [[9, 2, -1, 3, 4], [8, 6, -5, 7, 8]])
     np.testing.assert_array_equal(rotate(x[:, 0], table), rotate(x, table)[:, 0])
 
 
@@ -93,9 +91,7 @@ def test_a_product_of_rotated_vectors_depends_on_the_distance_only() -> None:
     q, k = random_bf16(1, 8, seed=1), random_bf16(1, 8, seed=2)
 
     def product(at: int) -> float:
-        turned = [
-            bf16_decode(rotate(v, rope_table(freqs, np.array([p])))) for v, p in ((q, at + 11), (k, at))
-        ]
+        turned = [bf16_decode(rotate(v, rope_table(freqs, np.array([p])))) for v, p in ((q, at + 11), (k, at))]
         return float(np.vdot(*turned))
 
     assert product(0) == pytest.approx(product(50_000), abs=0.1)

@@ -33,9 +33,7 @@ def test_torch_selections_are_the_recorded_ones(partial_sort: bool) -> None:
 
 
 def test_recorded_rows_tell_the_tie_rules_apart() -> None:
-    different = [
-        row for row in recorded_rows() if (topk_lowest_index(row[0][None], row[1])[0] != row[2]).any()
-    ]
+    different = [row for row in recorded_rows() if (topk_lowest_index(row[0][None], row[1])[0] != row[2]).any()]
     assert len(different) >= 10
 
 
@@ -69,9 +67,7 @@ def test_torch_selections_hold_the_best_values(scores: np.ndarray, k: int) -> No
 def test_lowest_index_is_a_stable_sort_without_masked_positions(scores: np.ndarray, k: int) -> None:
     for row, chosen in zip(scores, topk_lowest_index(scores, k), strict=True):
         reachable = [p for p in range(len(row)) if row[p] != -np.inf]
-        order = sorted(
-            reachable, key=lambda p: (not np.isnan(row[p]), -row[p] if not np.isnan(row[p]) else 0, p)
-        )
+        order = sorted(reachable, key=lambda p: (not np.isnan(row[p]), -row[p] if not np.isnan(row[p]) else 0, p))
         best = sorted(order[:k])
         assert chosen.tolist() == best + [-1] * (k - len(best))
 
