@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from json import dumps
 from pathlib import Path
 from statistics import median
@@ -13,7 +14,7 @@ from ds41_tvm.cli.options import load_config, parse_layers
 from ds41_tvm.cli.output import console, table
 from ds41_tvm.errors import UsageError
 
-PEERS = ("torch", "torch-mv", "torch-f32")
+PEERS = ("torch", "torch-mv", "torch-f32", "onnxruntime")
 
 
 def bench(
@@ -46,7 +47,7 @@ def bench(
         bf16 or fp8.
     against:
         Peers by name, separated by commas: torch (as the official code), torch-mv (single rows by matrix-vector
-        products), torch-f32 (weights widened to f32); or none.
+        products), torch-f32 (weights widened to f32), onnxruntime (the exported layers); or none.
     threads:
         Threads for both; all processors by default.
     json:
@@ -61,6 +62,7 @@ def bench(
         )
     from ds41_tvm.api import build
     from ds41_tvm.bench.layers import Contestant, Ours, Torch, peak_memory, race, rows
+    from ds41_tvm.bench.onnx_peer import Onnx
     from ds41_tvm.checkpoint import synthetic_weights
 
     sizes = load_config(config)
@@ -71,12 +73,17 @@ def bench(
     with out.status("making weights and compiling"):
         runner = build(sizes, weights, chosen, linear=mode, threads=threads)
     contestants: dict[str, Contestant] = {"ours": Ours(runner)}
-    for name in peers:
-        with out.status(f"preparing {name}"):
-            contestants[name] = Torch(sizes, weights, runner.layers, mode, name, runner.threads)
-    del weights
-    with out.status("measuring"):
-        times, bandwidth = race(contestants, sizes, runner.layers, prompt, decode, rounds, runner.threads)
+    with tempfile.TemporaryDirectory(prefix="ds41-tvm-") as folder:
+        for name in peers:
+            with out.status(f"preparing {name}"):
+                contestants[name] = (
+                    Onnx(sizes, weights, runner.layers, mode, runner.threads, Path(folder))
+                    if name == "onnxruntime"
+                    else Torch(sizes, weights, runner.layers, mode, name, runner.threads)
+                )
+        del weights
+        with out.status("measuring"):
+            times, bandwidth = race(contestants, sizes, runner.layers, prompt, decode, rounds, runner.threads)
     records = rows(runner, times, bandwidth)
     summary: dict[str, Any] = {
         "target": runner.program.target.name,
