@@ -12,9 +12,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ds41_tvm.config import AttentionConfig
 from ds41_tvm.cpu_features import request_tiles
 from ds41_tvm.errors import ConfigError, InputError, StepError, TargetError, UsedConcurrently
-from ds41_tvm.packing import ALIGNMENT, aligned_copy
+from ds41_tvm.packing import ALIGNMENT
 from ds41_tvm.program import PAD_ROWS, Program
 from ds41_tvm.reference.rope import rope_frequencies
 from ds41_tvm.runtime.arrays import as_array
@@ -22,7 +23,7 @@ from ds41_tvm.runtime.layer import Context, Layer
 from ds41_tvm.runtime.memory import Workspace
 from ds41_tvm.runtime.persist import restore_sequence
 from ds41_tvm.runtime.state import Caches, Sequence
-from ds41_tvm.runtime.step import Step, plan_step
+from ds41_tvm.runtime.step import LayerRows, Step, plan_step
 from ds41_tvm.runtime.threads import check_threads, use_threads
 from ds41_tvm.runtime.trace import add_positions
 from ds41_tvm.runtime.weights import LayerWeights, pack_layer
@@ -224,9 +225,7 @@ class Runner:
                     pool.arrays[layer][place, which] = values[base + position]
 
 
-def _no_rows(config: Any) -> Any:
-    from ds41_tvm.runtime.step import LayerRows
-
+def _no_rows(config: AttentionConfig) -> LayerRows:
     nothing = np.zeros((0, config.head_dim), np.float32)
     return LayerRows(np.zeros((0, 0), np.uint8), (nothing, nothing), np.zeros((0, config.index_topk), np.int32), None)
 
@@ -247,6 +246,3 @@ def _bits(x: Any, what: str, shape: tuple[int, int]) -> tuple[Array, Any]:
 def _in_place(array: Array) -> bool:
     """Whether a kernel can take the array as it is (what `aligned_copy` checks, too)."""
     return array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % ALIGNMENT == 0
-
-
-__all__ = ["Runner", "aligned_copy"]
