@@ -19,6 +19,8 @@ from .errors import ConfigError
 
 Kind = Literal["window", "full", "reindex", "reuse"]
 LinearMode = Literal["bf16", "fp8"]
+# Linear layers whose input is quantised to e4m3 in linear mode fp8 (official names); the others use bf16 weights.
+FP8_LINEARS = frozenset({"wq_a", "wq_b", "wkv", "wo_b", "indexer.wq_b"})
 
 
 class LayerRole(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,14 +9,12 @@ from typing import Literal
 
 import msgspec
 
-from ds41_tvm.config import AttentionConfig, LayerRole
+from ds41_tvm.config import FP8_LINEARS, AttentionConfig, LayerRole
 from ds41_tvm.errors import ConfigError
 from ds41_tvm.target import Target
 
 Ties = Literal["lowest-index", "torch-cpu"]
 Value = int | float | str
-# Linear layers whose input is quantised to e4m3 in linear mode fp8 (official names).
-FP8_LINEARS = frozenset({"wq_a", "wq_b", "wkv", "wo_b", "indexer.wq_b"})
 # Linear layers that selections depend on. One bf16 step in their results can tip a quantiser, that a score, and that a
 # selection; they are summed with more care, and are an eighth of a layer's products.
 SELECTING = frozenset(

@@ -9,13 +9,13 @@ from typing import Literal
 from onnx import TensorProto, ValueInfoProto, helper
 
 from ds41_tvm.checkpoint.tensors import expected_tensors, prefix
-from ds41_tvm.config import AttentionConfig, LayerRole
+from ds41_tvm.config import FP8_LINEARS, AttentionConfig, LayerRole
 from ds41_tvm.numerics.formats import row_bytes
 from ds41_tvm.onnx_export import attention, candidates, compressor, indexer, linear, norm, quantize, rope, topk
 from ds41_tvm.onnx_export.builder import END, Body, Library
 from ds41_tvm.onnx_export.formats import round_bf16
 from ds41_tvm.onnx_export.output import output_groups
-from ds41_tvm.program import FP8_LINEARS, SELECTING
+from ds41_tvm.program import SELECTING
 from ds41_tvm.reference.rope import rope_frequencies
 
 UINT8, FLOAT, INT64, BOOL = TensorProto.UINT8, TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL

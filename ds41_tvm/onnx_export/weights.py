@@ -15,9 +15,8 @@ from onnx import TensorProto, numpy_helper
 
 from ds41_tvm.checkpoint.blocks import dequantize_block
 from ds41_tvm.checkpoint.tensors import E4M3, F32, TensorSpec, expected_tensors, scale_name, scale_shape
-from ds41_tvm.config import AttentionConfig
+from ds41_tvm.config import FP8_LINEARS, AttentionConfig
 from ds41_tvm.errors import MissingTensor, WrongDtype, WrongShape
-from ds41_tvm.reference.layer import FP8_LINEARS
 
 Array = NDArray[Any]
 _TYPES = {"uint16": TensorProto.BFLOAT16, "uint8": TensorProto.UINT8, "float32": TensorProto.FLOAT}

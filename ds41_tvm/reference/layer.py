@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ds41_tvm.config import AttentionConfig, closure
+from ds41_tvm.config import FP8_LINEARS, AttentionConfig, closure
 from ds41_tvm.errors import ConfigError, InputError, MissingTensor, StepError
 from ds41_tvm.numerics.formats import F32, U16, bf16_encode, dequantize_weight
 from ds41_tvm.reference.attention import sparse_attention, window_indices
@@ -24,8 +24,6 @@ from ds41_tvm.reference.sequence import LayerCache, Sequence
 from ds41_tvm.reference.topk import TOPK, Ties
 
 Keys = Literal["own", "published"]
-# Linear layers whose input is quantised where the weights are fp8; the other weights are used as bf16.
-FP8_LINEARS = frozenset({"wq_a", "wq_b", "wkv", "wo_b", "indexer.wq_b"})
 
 
 class Reference:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds41_tvm.config import LayerRole
+from ds41_tvm.config import FP8_LINEARS, LayerRole
 from ds41_tvm.errors import StepError
 from ds41_tvm.numerics import formats
 from ds41_tvm.packing import aligned, aligned_copy
-from ds41_tvm.program import FP8_LINEARS, PAD_ROWS, Kernel, Program
+from ds41_tvm.program import PAD_ROWS, Kernel, Program
 from ds41_tvm.runtime.memory import Workspace
 from ds41_tvm.runtime.state import Caches
 from ds41_tvm.runtime.step import Groups, LayerRows, Step

@@ -28,13 +28,8 @@ LEAD_BYTES = 1024
 _ACTIVATION, _WEIGHT = 4, 6
 
 
-def fits(k: int, tile: int, weight: str) -> bool:
-    """Whether the tile form can compute this product: whole steps over k, one or two whole tiles of columns."""
-    return k % STEP == 0 and tile in (COLUMNS, 2 * COLUMNS) and weight in ("bf16", "fp8")
-
-
 def linear_amx(n: int, k: int, groups: int, weight: str, out: str, total: str, tile: int, rows: int) -> PrimFunc:
-    """As `kernels.linear.linear`, for rows <= 16 and what `fits`."""
+    """As `kernels.linear.linear`, for rows <= 16, k a multiple of 32, one or two whole tiles of columns."""
     if weight == "fp8":
         return _fp8(n, k, groups, out, total, tile, rows)
     return _bf16(n, k, groups, out, total, tile, rows)
