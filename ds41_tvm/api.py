@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ def build(
     block_rows: int = 128,
     draft: int = 64,
     progress: Callable[[int, int], None] | None = None,
+    records: bool | str | os.PathLike[str] = True,
 ) -> Runner:
     """Compile the kernels of `layers` (None: all) for `target` and bind them to `weights`.
 
@@ -33,11 +35,14 @@ def build(
     `synthetic_weights` give them. `ties`: ``lowest-index`` takes equal scores in ascending position; ``torch-cpu``
     picks what torch's CPU topk picks. `keys`: see `Runner`. `block_rows`: positions per cache block. `draft`: how
     many tokens a sequence can take back. `progress`: called with (kernels done, kernels in all).
+    `records`: whether to make kernels as tuning records for this target say: True for those that come with the package,
+    False for none, or a folder of such folders. They change no result.
 
     Raises ConfigError (a layer without its source, a size that fp8 cannot hold), TargetError, CompileError, and
     CheckpointError's classes for weights that are missing or of the wrong shape or dtype.
     """
-    from ds41_tvm.compiler.build import compile_program
+    from ds41_tvm.compiler.build import compile_kernels
+    from ds41_tvm.tune.apply import selection
 
     program = Program(
         config=config,
@@ -46,10 +51,13 @@ def build(
         linear=config.check_linear(linear),
         ties=ties,
         pooling=pooling_format(config, weights),
+        grouped=grouped_format(config, linear, weights),
         block_rows=block_rows,
         draft=draft,
     )
-    return Runner(program, compile_program(program, progress), weights, threads, keys)
+    tuned = selection(records)(program)
+    functions = compile_kernels(tuned.kernels, program.target, progress)
+    return Runner(tuned.program, functions, weights, threads, keys)
 
 
 def pooling_format(config: AttentionConfig, weights: Mapping[str, Any]) -> Literal["bf16", "f32"]:
@@ -59,3 +67,15 @@ def pooling_format(config: AttentionConfig, weights: Mapping[str, Any]) -> Liter
         if role.kind == "full" and role.ratio > 1 and name in weights:
             return "f32" if np.asarray(weights[name]).dtype == np.float32 else "bf16"
     return "bf16"
+
+
+def grouped_format(config: AttentionConfig, linear: str, weights: Mapping[str, Any] | None) -> Literal["bf16", "fp8"]:
+    """How ``wo_a`` is stored: as e4m3 codes in linear mode fp8, if `weights` have them for all their layers.
+
+    None for weights that are not known yet: those of a released checkpoint will have them.
+    """
+    if linear != "fp8":
+        return "bf16"
+    stems = [f"layers.{layer}.attn.wo_a" for layer in range(config.n_layers)]
+    given = [stem for stem in stems if weights is None or f"{stem}.weight" in weights]
+    return "fp8" if all(weights is None or f"{stem}.e4m3" in weights for stem in given) else "bf16"

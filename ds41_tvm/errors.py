@@ -103,6 +103,10 @@ class CompileError(Ds41Error):
     """A program could not be compiled, or a compiled artefact cannot be loaded."""
 
 
+class NoCudaCompiler(CompileError):
+    """Kernels for CUDA were to be compiled and NVIDIA's compiler was not found."""
+
+
 class UsageError(Ds41Error):
     """A command line or an API call contradicts itself."""
 
@@ -181,3 +185,39 @@ class NotAnArtifact(ArtifactError):
 
 class BundleError(ArtifactError):
     """A bundle could not be packed: a library or a wheel that it needs was not found."""
+
+
+class DeviceError(Ds41Error):
+    """A GPU cannot be used, or refused a request; base of the classes below."""
+
+
+class NoDriver(DeviceError, ArtifactError):
+    """Kernels for a GPU were loaded on a machine without a GPU's driver, or without a GPU."""
+
+
+class NoCudaRuntime(DeviceError, ArtifactError):
+    """A library that runs kernels for CUDA was not found: NVIDIA's runtime, or TVM's part for CUDA."""
+
+
+class UnsupportedGpu(DeviceError, ArtifactError):
+    """The kernels were compiled for another generation of GPU than is present."""
+
+
+class HostAccess(DeviceError):
+    """Values in a device's memory were used as if they were on the host."""
+
+
+class CaptureError(DeviceError):
+    """Something that cannot be part of a graph was asked for while one was captured, or a graph does not fit a step."""
+
+
+class PeerError(Ds41Error):
+    """Another library that the benchmark measures beside the layer failed, or its process ended."""
+
+
+class TuneError(Ds41Error):
+    """Tuning cannot begin or go on: a missing package, no machine to measure on, a folder that cannot be written."""
+
+
+class WrongProgram(TuneError):
+    """A program that tuning found does not give the results of the default one. It was not saved."""

@@ -11,6 +11,7 @@ import msgspec
 
 from ds41_tvm.config import FP8_LINEARS, AttentionConfig, LayerRole
 from ds41_tvm.errors import ConfigError
+from ds41_tvm.numerics.formats import row_bytes
 from ds41_tvm.target import Target
 
 Ties = Literal["lowest-index", "torch-cpu"]
@@ -21,16 +22,21 @@ SELECTING = frozenset(
     {"wq_a", "compressor.wkv", "compressor.wgate", "indexer.wk", "indexer.wq_b", "indexer.weights_proj"}
 )
 SHORT = 1024  # inner sizes up to which every linear layer is summed so: they cost little
-# Row tiles of the linear kernels by form: one row for single tokens, many for the rest.
-ROW_TILES = {"fma": (1, 6), "amx": (1, 16)}
+# Row tile of the linear kernels for many rows by form, if tuning has not chosen another.
+ROW_TILES = {"fma": 6, "vbmi": 6, "amx": 16, "cuda": 16}
 PAD_ROWS = 16  # buffers of per-token rows are this much longer than the tokens, so that any row tile fits
 
 
 class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
-    """One compiled function: an operator of `ds41_tvm.kernels` and its static sizes."""
+    """One compiled function: an operator of `ds41_tvm.kernels` and its static sizes.
+
+    `knobs`: values that tuning chose for the making of its program, see `schedule.space`; they change its speed only,
+    and are no part of its name.
+    """
 
     op: str
     params: tuple[tuple[str, Value], ...]
+    knobs: tuple[tuple[str, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -51,8 +57,9 @@ def kernel(op: str, **params: Value) -> Kernel:
 class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A linear layer: y of `n` columns from `groups` slices of `k` inputs; `tile` columns packed side by side.
 
-    `weight`: bf16, fp8 or f32; `out`: bf16 or f32; `total`: f32 or f64, see `kernels.linear`; `form`: fma or amx, see
-    `schedule.cpu`.
+    `weight`: bf16, fp8 or f32; `out`: bf16 or f32; `total`: f32 or f64, see `kernels.linear`; `form`: fma, vbmi (fma
+    with fp8 decoded by byte permutes) or amx, see `schedule.cpu`, or cuda, see `schedule.cuda`. Up to `few` tokens go
+    through the kernel for one row, others through the one for `rows`. `tile`, `rows` and `few` do not change results.
     """
 
     n: int
@@ -63,16 +70,53 @@ class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     total: str
     tile: int
     form: str
+    rows: int
+    few: int
+
+    @property
+    def sizes(self) -> tuple[Value, ...]:
+        """What the layer computes and in which form, without what may be chosen freely."""
+        return self.n, self.k, self.groups, self.weight, self.out, self.total, self.form
 
     def kernels(self) -> dict[int, Kernel]:
         """The kernel for each row tile."""
-        return {rows: kernel("linear", **msgspec.structs.asdict(self), rows=rows) for rows in ROW_TILES[self.form]}
+        names = ("n", "k", "groups", "weight", "out", "total", "tile", "form")
+        params = {name: getattr(self, name) for name in names}
+        return {rows: kernel("linear", **params, rows=rows) for rows in (1, self.rows)}
+
+
+def packing_widths(linear: Linear) -> tuple[int, ...]:
+    """Packing widths that the kernels of a linear layer can have."""
+    widest = {"fma": 64, "vbmi": 64, "amx": 32, "cuda": 32}[linear.form]
+    least = 16 if linear.form == "amx" else 1
+    return tuple(t for t in (64, 32, 16, 8, 4, 2, 1) if least <= t <= widest and (linear.n // linear.groups) % t == 0)
+
+
+def scores_form(target: Target, dim: int) -> dict[str, str]:
+    """The parameter `form` of index scores, where a target has integer dot products for this size."""
+    return {"form": "vnni"} if target.has("avx512vnni") and dim % 128 == 0 else {}
+
+
+def _check_choice(linear: Linear) -> None:
+    """Raises ConfigError unless the kernels of `linear` exist."""
+    known = linear.form in ROW_TILES and min(linear.n, linear.k, linear.groups) >= 1
+    if not known or linear.tile not in packing_widths(linear):
+        raise ConfigError(f"a linear layer of sizes {linear.sizes} cannot have tiles of {linear.tile} columns")
+    most = PAD_ROWS if linear.form in ("fma", "vbmi") else ROW_TILES[linear.form]
+    least = 2 if linear.form in ("fma", "vbmi") else most
+    if not least <= linear.rows <= most or linear.few < 1:
+        raise ConfigError(
+            f"a linear layer of sizes {linear.sizes} has tiles of {linear.rows} rows from {linear.few + 1} tokens on; "
+            f"expected {least} to {most} rows, from 2 tokens or more on"
+        )
 
 
 class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All static choices of a runner. `pooling` is the weight format of compressors of ratio above 1: bf16 or f32.
+    """All static choices of a runner. `pooling` is the weight format of compressors of ratio above 1: bf16 or f32;
+    `grouped` that of ``wo_a`` in linear mode fp8: its input is bf16 in both.
 
-    `block_rows`: rows of a cache block; `draft`: tokens that a sequence can take back at any time.
+    `block_rows`: rows of a cache block; `draft`: tokens that a sequence can take back at any time; `choices`: linear
+    layers whose tiles tuning chose, used for every layer of these sizes.
     """
 
     config: AttentionConfig
@@ -81,8 +125,10 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     linear: Literal["bf16", "fp8"] = "bf16"
     ties: Ties = "lowest-index"
     pooling: Literal["bf16", "f32"] = "bf16"
+    grouped: Literal["bf16", "fp8"] = "bf16"
     block_rows: int = 128
     draft: int = 64
+    choices: tuple[Linear, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("block_rows", 1), ("draft", 0)):
@@ -90,6 +136,10 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected an integer of at least {least}")
         if self.ties not in ("lowest-index", "torch-cpu"):
             raise ConfigError(f"ties is {self.ties!r}; expected 'lowest-index' or 'torch-cpu'")
+        if self.grouped == "fp8" and self.linear != "fp8":
+            raise ConfigError("grouped is 'fp8' in linear mode 'bf16'; expected 'bf16', or linear mode 'fp8'")
+        for choice in self.choices:
+            _check_choice(choice)
 
     def linears(self, role: LayerRole) -> dict[str, Linear]:
         """Linear layers of one layer by official name."""
@@ -98,7 +148,9 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "wq_a": self._linear("wq_a", c.q_lora_rank, c.dim),
             "wq_b": self._linear("wq_b", c.n_heads * c.head_dim, c.q_lora_rank),
             "wkv": self._linear("wkv", c.head_dim, c.dim),
-            "wo_a": self._linear("wo_a", c.o_groups * c.o_lora_rank, c.n_heads * c.head_dim // c.o_groups, c.o_groups),
+            "wo_a": self._linear(
+                "wo_a", c.o_groups * c.o_lora_rank, c.n_heads * c.head_dim // c.o_groups, c.o_groups, self.grouped
+            ),
             "wo_b": self._linear("wo_b", c.dim, c.o_groups * c.o_lora_rank),
         }
         if role.kind == "full":
@@ -118,10 +170,14 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) -> Linear:
         if weight is None:
             weight = "fp8" if self.linear == "fp8" and name in FP8_LINEARS else "bf16"
-        narrow = weight == "fp8" or self.target.has("amx-bf16")
+        narrow = weight == "fp8" or self.target.has("amx-bf16") or self.target.is_gpu
         tile = next(t for t in ((32, 16, 8, 4, 2, 1) if narrow else (64, 32, 16, 8, 4, 2, 1)) if (n // groups) % t == 0)
+        tables = self.target.has("avx512vbmi")
         amx = self.target.has("amx-bf16") and weight != "f32" and k % 32 == 0 and tile >= 16
-        return Linear(
+        form = self._form(amx and (weight != "fp8" or tables))
+        if form == "fma" and weight == "fp8" and tables:
+            form = "vbmi"
+        plain = Linear(
             n=n,
             k=k,
             groups=groups,
@@ -129,8 +185,16 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             out=result,
             total="f64" if name in SELECTING or weight == "f32" or k <= SHORT else "f32",
             tile=tile,
-            form="amx" if amx else "fma",
+            form=form,
+            rows=ROW_TILES[form],
+            few=1,
         )
+        return next((choice for choice in self.choices if choice.sizes == plain.sizes), plain)
+
+    def _form(self, amx: bool) -> str:
+        if self.target.is_gpu:
+            return "cuda"
+        return "amx" if amx else "fma"
 
     # ---- the other kernels, by what they do in a layer
 
@@ -155,17 +219,23 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def scores(self, candidates: bool) -> Kernel:
         c = self.config
-        return kernel(
-            "index_scores",
-            heads=c.index_n_heads,
-            dim=c.index_head_dim,
-            block_rows=self.block_rows,
-            candidate_block=c.candidate_block_size if candidates else 0,
-            spread=int(candidates and self.ties == "torch-cpu"),
-        )
+        params: dict[str, Value] = {
+            "heads": c.index_n_heads,
+            "dim": c.index_head_dim,
+            "block_rows": self.block_rows,
+            "candidate_block": c.candidate_block_size if candidates else 0,
+            "spread": int(candidates and self.ties == "torch-cpu"),
+        }
+        return kernel("index_scores", **params, **scores_form(self.target, c.index_head_dim))
 
     def block_scores(self) -> Kernel:
         return kernel("block_scores", size=self.config.candidate_block_size)
+
+    def candidate_limit(self) -> Kernel:
+        return kernel("candidate_limit", size=self.config.candidate_block_size)
+
+    def copy_rows(self, size: int) -> Kernel:
+        return kernel("copy_rows", size=size)
 
     def topk(self, k: int, candidates: bool = False) -> Kernel:
         if self.ties == "torch-cpu":
@@ -182,7 +252,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ring_rows=c.window_size + self.draft,
             block_rows=self.block_rows,
             k=c.index_topk if role.ratio else 0,
-            form="amx" if self.target.has("amx-bf16") else "fma",
+            form=self._form(self.target.has("amx-bf16")),
             split=split,
         )
 
@@ -208,7 +278,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 self.rope(c.n_heads, c.head_dim, True),
                 self.rope(1, c.head_dim),
             )
-            yield self.pack("window", 1, c.head_dim)
+            yield from (self.pack("window", 1, c.head_dim), self.copy_rows(row_bytes("window", c.head_dim)))
             yield from (self.attention(role, split) for split in self.splits())
             if self.linear == "fp8":
                 yield from (self.quantize_activation(d) for d in (c.dim, c.q_lora_rank, c.o_groups * c.o_lora_rank))
@@ -216,11 +286,13 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield from (self.norm(c.index_head_dim), self.rope(1, c.index_head_dim))
                 yield from (self.pack("latent", 1, c.head_dim), self.pack("index", 1, c.index_head_dim))
                 if role.ratio > 1:
-                    yield self.pool(role.ratio)
+                    yield from (self.pool(role.ratio), self.copy_rows(c.head_dim * 4))
             if role.kind in ("full", "reindex"):
                 restricted = role.candidate_source is not None
                 yield self.rope(c.index_n_heads, c.index_head_dim)
                 yield self.pack("index", c.index_n_heads, c.index_head_dim)
                 yield from (self.scale_weights(), self.scores(restricted), self.topk(c.index_topk, restricted))
+                if restricted and self.ties == "lowest-index":
+                    yield self.candidate_limit()
                 if role.is_candidate_source:
                     yield from (self.block_scores(), self.topk(c.candidate_topk_blocks))

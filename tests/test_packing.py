@@ -10,7 +10,7 @@ from ds41_tvm.program import Linear
 
 
 def layer(n: int, k: int, weight: str, tile: int) -> Linear:
-    return Linear(n=n, k=k, groups=1, weight=weight, out="bf16", total="f32", tile=tile, form="fma")
+    return Linear(n=n, k=k, groups=1, weight=weight, out="bf16", total="f32", tile=tile, form="fma", rows=6, few=1)
 
 
 @pytest.mark.parametrize(("n", "k", "tile"), [(8, 6, 4), (6, 5, 2), (3, 1, 1), (16, 4, 16)])

@@ -20,6 +20,9 @@ from ds41_tvm.target import Target, parse_target
         ("cpu:x86-64-v4+vbmi+vnni+vnni", "cpu:x86-64-v4+avx512vbmi+avx512vnni"),
         ("cpu:x86-64-v4+amx", "cpu:x86-64-v4+amx-bf16+amx-tile"),
         ("cpu:generic", "cpu:generic"),
+        ("cuda:sm_80", "cuda:sm_80"),
+        ("cuda:sm_90", "cuda:sm_90"),
+        ("opencl", "opencl:generic"),
     ],
 )
 def test_canonical_names_parse_to_themselves(text: str, name: str) -> None:
@@ -46,6 +49,11 @@ def test_this_machine() -> None:
         ("cpu:x86-64-v4+vnnni", "did you mean"),
         ("cpu:x86-64-v4+", "unknown feature ''"),
         ("cpu:skylake", "expected one of"),
+        ("cuda", "unknown architecture ''; expected one of sm_80"),
+        ("cuda:sm_91", "did you mean 'sm_90'"),
+        ("cuda:sm_75", "expected one of sm_80"),
+        ("cuda:sm_90+wgmma", "unknown architecture"),
+        ("opencl:1.2", "expected opencl, which has none"),
     ],
 )
 def test_unknown_words(text: str, hint: str) -> None:

@@ -6,6 +6,9 @@
     NAME/msgspec/         the one dependency beside NumPy and tvm-ffi, as installed here
     NAME/wheels/          NumPy, apache-tvm-ffi and what they need (only with `wheels`)
 
+For an artefact for CUDA, ``lib`` also holds TVM's runtime for CUDA and NVIDIA's ``libcudart`` (which its licence allows
+to pass on with an application); the machine brings the driver.
+
 msgspec is compiled for one version of Python on one kind of machine, as tvm-ffi is; so is the bundle, and run.py says
 so where it is started by another. Equal inputs give equal bytes, except for wheels that the registry has changed.
 """
@@ -21,14 +24,14 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ds41_tvm.artifact import manifest as schema
 from ds41_tvm.artifact.describe import read_manifest
 from ds41_tvm.artifact.files import check_files
 from ds41_tvm.errors import BundleError
-from ds41_tvm.runtime.ffi import LIBRARY, abi, runtime_library
+from ds41_tvm.runtime.ffi import CUDA_LIBRARY, CUDA_RUNTIME, LIBRARY, abi, cuda_runtime_library, runtime_library
 
 # Top-level modules and folders of the package that running needs; none of them imports the compiler.
 MODULES = (
@@ -39,7 +42,7 @@ FOLDERS = ("artifact", "checkpoint", "numerics", "reference", "runtime")
 NOT_NEEDED = {"tir.py"}  # of numerics: for kernels
 WHEELS = ("numpy", "apache-tvm-ffi", "typing-extensions")
 
-_RUN = '''"""Run the artefact of this bundle once, and show how to use it.
+SCRIPT = '''"""Run the artefact of this bundle once, and show how to use it.
 
 In a program:
 
@@ -68,10 +71,12 @@ except ImportError as error:
     source = f"--no-index --find-links {{wheels}} " if os.path.isdir(wheels) else ""
     sys.exit(f"{{error}}; install it: {{sys.executable}} -m pip install {{source}}{needs}")
 
-from ds41_tvm.artifact.selftest import main
-
-sys.exit(main(path=os.path.join(HERE, "artifact")))
+{start}
 '''
+_SELFTEST = """from ds41_tvm.artifact.selftest import main
+
+sys.exit(main(path=os.path.join(HERE, "artifact")))"""
+Entry = tuple[str, Path | bytes]  # name in the tar file, what it holds
 
 
 def bundle(path: str | os.PathLike[str], out: str | os.PathLike[str], wheels: bool = False) -> int:
@@ -83,23 +88,36 @@ def bundle(path: str | os.PathLike[str], out: str | os.PathLike[str], wheels: bo
     source, target = Path(path), Path(out)
     manifest, _ = read_manifest(source)
     check_files(source, manifest, "full")
+    check_library(manifest, source)
+    root = target.name.removesuffix(".tar")
+
+    def entries() -> Iterator[Entry]:
+        for name in [schema.FILE, *manifest.files]:
+            yield f"artifact/{name}", source / name
+        yield "run.py", script(manifest.versions.tvm_ffi, _SELFTEST)
+        yield from runner_entries(manifest.target.kind == "cuda")
+        if wheels:
+            yield from wheel_entries(manifest.versions.tvm_ffi)
+
+    return write_tar(target, root, entries())
+
+
+def check_library(manifest: schema.Manifest, source: Path) -> None:
+    """Raises BundleError unless the runtime library here is the one that the artefact needs."""
     if manifest.versions.tvm != abi()["tvm"]:
         raise BundleError(
             f"{source}: needs {LIBRARY} of TVM {manifest.versions.tvm}; here is {abi()['tvm']}; install that version"
         )
-    root = target.name.removesuffix(".tar")
+
+
+def write_tar(target: Path, root: str, entries: Iterable[Entry]) -> int:
+    """A tar file of the entries in a folder `root`, complete or not at all. Returns its size."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
-            for name in [schema.FILE, *manifest.files]:
-                _add(tar, f"{root}/artifact/{name}", source / name)
-            for name, content in _runner(manifest.versions.tvm_ffi):
+            for name, content in entries:
                 _add(tar, f"{root}/{name}", content)
-            if wheels:
-                with tempfile.TemporaryDirectory(prefix="ds41-tvm-") as folder:
-                    for wheel in _download(manifest.versions.tvm_ffi, Path(folder)):
-                        _add(tar, f"{root}/wheels/{wheel.name}", wheel)
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
     except BaseException:
@@ -108,20 +126,30 @@ def bundle(path: str | os.PathLike[str], out: str | os.PathLike[str], wheels: bo
     return target.stat().st_size
 
 
-def _runner(tvm_ffi: str) -> Iterator[tuple[str, Path | bytes]]:
-    """Names in the bundle and what they hold, beside artefact and wheels."""
-    package = Path(__file__).resolve().parents[1]
+def script(tvm_ffi: str, start: str) -> bytes:
+    """A program that checks what it needs, finds the bundle's package, and goes on with `start`."""
     needs = f"numpy apache-tvm-ffi=={tvm_ffi}"
-    yield "run.py", _RUN.format(made_for=sys.implementation.cache_tag, needs=needs).encode()
+    return SCRIPT.format(made_for=sys.implementation.cache_tag, needs=needs, start=start).encode()
+
+
+def runner_entries(cuda: bool, folders: Iterable[str] = FOLDERS) -> Iterator[Entry]:
+    """The package's runtime part, the libraries it loads, msgspec, and their licences."""
+    package = Path(__file__).resolve().parents[1]
     for module in MODULES:
         yield f"ds41_tvm/{module}.py", package / f"{module}.py"
-    for folder in FOLDERS:
+    for folder in folders:
         for path in sorted((package / folder).glob("*.py")):
             if path.name not in NOT_NEEDED:
                 yield f"ds41_tvm/{folder}/{path.name}", path
     library, version = runtime_library()
     yield f"ds41_tvm/lib/{LIBRARY}", library
     yield "ds41_tvm/lib/VERSION", version.encode()
+    if cuda:
+        yield f"ds41_tvm/lib/{CUDA_LIBRARY}", library.with_name(CUDA_LIBRARY)
+        found = cuda_runtime_library()
+        if found is None:
+            raise BundleError(f"{CUDA_RUNTIME} was not found; expected CUDA 13's: pip install nvidia-cuda-runtime")
+        yield f"ds41_tvm/lib/{CUDA_RUNTIME}", found
     spec = importlib.util.find_spec("msgspec")
     for place in (spec.submodule_search_locations if spec else None) or ():
         for path in sorted(Path(place).iterdir()):
@@ -129,6 +157,13 @@ def _runner(tvm_ffi: str) -> Iterator[tuple[str, Path | bytes]]:
                 yield f"msgspec/{path.name}", path
     for name in ("msgspec", "apache-tvm"):
         yield from _licences(name)
+
+
+def wheel_entries(tvm_ffi: str) -> Iterator[Entry]:
+    """The wheels that pip downloads for this Python."""
+    with tempfile.TemporaryDirectory(prefix="ds41-tvm-") as folder:
+        for wheel in _download(tvm_ffi, Path(folder)):
+            yield f"wheels/{wheel.name}", wheel
 
 
 def _licences(distribution: str) -> Iterator[tuple[str, Path]]:

@@ -6,10 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ds41_tvm.artifact import manifest as schema
 from ds41_tvm.artifact.elf import SharedLibrary
-from ds41_tvm.artifact.files import LARGEST, check_file, check_files, open_regular, read_manifest_bytes
+from ds41_tvm.artifact.files import check_file, check_files, largest, open_regular, read_manifest_bytes
 from ds41_tvm.artifact.manifest import Manifest
+from ds41_tvm.artifact.occupancy import occupancy
 from ds41_tvm.errors import BadManifest, UsageError
 from ds41_tvm.numerics.formats import row_bytes
 from ds41_tvm.program import Program
@@ -24,12 +27,12 @@ def describe(path: str | os.PathLike[str], expect: str | None = None, verify: bo
     Raises the errors of `load` that damage causes; another processor or another TVM is no error here.
     """
     manifest, digest = read_manifest(path, expect)
-    folder = Path(path)
+    folder, module = Path(path), schema.module_name(manifest.target)
     if verify:
         check_files(folder, manifest, "full")
     else:
-        check_file(folder / schema.MODULE, manifest.files[schema.MODULE], False, LARGEST[schema.MODULE])
-    code = SharedLibrary(folder / schema.MODULE, machine=None).kernels()
+        check_file(folder / module, manifest.files[module], False, largest(module))
+    code = SharedLibrary(folder / module, machine=None).kernels()
     program = manifest.program()
     return {
         "path": str(folder),
@@ -43,6 +46,7 @@ def describe(path: str | os.PathLike[str], expect: str | None = None, verify: bo
         "linear": manifest.options.linear,
         "ties": manifest.options.ties,
         "pooling": manifest.options.pooling,
+        "grouped": manifest.options.grouped,
         "block_rows": manifest.options.block_rows,
         "draft": manifest.options.draft,
         "versions": {name: getattr(manifest.versions, name) for name in manifest.versions.__struct_fields__},
@@ -72,6 +76,9 @@ def describe(path: str | os.PathLike[str], expect: str | None = None, verify: bo
                 "record": kernel.record,
                 "code_bytes": code[kernel.name][1] if kernel.name in code else None,
                 "ir": kernel.ir,
+                "gpu": [
+                    {**msgspec.structs.asdict(code), **occupancy(code, manifest.target.level)} for code in kernel.gpu
+                ],
             }
             for kernel in manifest.kernels
         ],
@@ -115,7 +122,7 @@ def ir_text(path: str | os.PathLike[str], kernel: str) -> str:
     manifest, _ = read_manifest(path)
     name = find_kernel(manifest, kernel)
     file = Path(path) / schema.IR
-    check_file(file, manifest.files[schema.IR], False, LARGEST[schema.IR])
+    check_file(file, manifest.files[schema.IR], False, largest(schema.IR))
     with open_regular(file) as handle:
         texts = parse_object(handle.read(), str(file), BadManifest)
     if not isinstance(texts.get(name), str):

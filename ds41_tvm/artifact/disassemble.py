@@ -10,7 +10,7 @@ from pathlib import Path
 from ds41_tvm.artifact import manifest as schema
 from ds41_tvm.artifact.describe import find_kernel, read_manifest
 from ds41_tvm.artifact.elf import SharedLibrary
-from ds41_tvm.artifact.files import LARGEST, check_file
+from ds41_tvm.artifact.files import check_file, largest
 from ds41_tvm.errors import UsageError
 
 _PROGRAMS = ("objdump", "llvm-objdump")
@@ -20,8 +20,9 @@ def assembly(path: str | os.PathLike[str], kernel: str) -> str:
     """Disassembly of a kernel by ``objdump``. Raises UsageError if that is not installed, or cannot read the code."""
     manifest, _ = read_manifest(path)
     name = find_kernel(manifest, kernel)
-    library = Path(path) / schema.MODULE
-    check_file(library, manifest.files[schema.MODULE], False, LARGEST[schema.MODULE])
+    module = schema.module_name(manifest.target)
+    library = Path(path) / module
+    check_file(library, manifest.files[module], False, largest(module))
     start, size = SharedLibrary(library, machine=None).kernels()[name]
     program = next(filter(None, map(shutil.which, _PROGRAMS)), None)
     if program is None:

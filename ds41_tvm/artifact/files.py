@@ -9,14 +9,14 @@ import stat
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from ds41_tvm.artifact.manifest import FILE, IR, MAX_BYTES, MODULE, File, Manifest
+from ds41_tvm.artifact.manifest import FILE, IR, MAX_BYTES, File, Manifest
 from ds41_tvm.errors import DigestMismatch, MissingFile, PinMismatch, UsageError, WrongFileSize
 
 Verify = Literal["auto", "full"]
 # Weights up to this many bytes in all are hashed on every load; beyond, header and samples are.
 HASHED_WEIGHTS = 64 << 20
 SAMPLES, SAMPLE_BYTES = 16, 4096
-LARGEST = {MODULE: 1 << 30, IR: 1 << 28}
+LARGEST_MODULE, LARGEST_IR = 1 << 30, 1 << 28
 _AGAIN = "copy the artefact again, or compile it again"
 
 
@@ -84,14 +84,21 @@ def check_files(folder: Path, manifest: Manifest, verify: Verify, weights: bool 
     sampled = verify == "auto" and sum(file.size for file in of_weights) > HASHED_WEIGHTS
     for name, file in manifest.files.items():
         if weights or not file.sample:
-            check_file(folder / name, file, sampled and file.sample is not None, LARGEST.get(name))
+            check_file(folder / name, file, sampled and file.sample is not None, largest(name))
 
 
-def check_file(path: Path, expected: File, sampled: bool, largest: int | None) -> None:
-    """Check one file's size and digest. `largest`: bytes that no such file has."""
+def largest(name: str) -> int | None:
+    """Bytes that no file of this name has; None for weights."""
+    if name == IR:
+        return LARGEST_IR
+    return LARGEST_MODULE if name.endswith(".so") else None
+
+
+def check_file(path: Path, expected: File, sampled: bool, most: int | None) -> None:
+    """Check one file's size and digest. `most`: bytes that no such file exceeds."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size != expected.size or (largest is not None and size > largest):
+        if size != expected.size or (most is not None and size > most):
             state = "cut short" if size < expected.size else "longer" if size > expected.size else "too large"
             raise WrongFileSize(f"{path}: {size} bytes; expected {expected.size}: the file is {state}; {_AGAIN}")
         actual, stated = (

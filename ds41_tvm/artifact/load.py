@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ds41_tvm.artifact import manifest as schema
 from ds41_tvm.artifact.elf import PREFIX, SharedLibrary
@@ -25,25 +25,37 @@ from ds41_tvm.errors import (
     ConfigMismatch,
     NoWeights,
     UnsupportedCpu,
+    UnsupportedGpu,
 )
 from ds41_tvm.packed_file import PackedFile
-from ds41_tvm.runtime.ffi import abi, load_runtime
+from ds41_tvm.runtime.device import Device
+from ds41_tvm.runtime.ffi import abi, load_cuda_runtime, load_runtime
 from ds41_tvm.runtime.runner import Runner
-from ds41_tvm.runtime.weights import LayerWeights
+from ds41_tvm.runtime.weights import LayerWeights, to_device
+
+if TYPE_CHECKING:
+    from ds41_tvm.runtime.device_cuda import CudaDevice
 
 Weights = str | os.PathLike[str] | Mapping[str, Any]
 
 
 class Artifact:
-    """An opened artefact: code and mapped weights, shared by all runners made of it. May be used from any thread."""
+    """An opened artefact: code and weights (mapped, or on the GPU), shared by all runners made of it.
 
-    def __init__(self, path: Path, manifest: Manifest, digest: str, verify: Verify, with_weights: bool) -> None:
-        self.path, self.manifest, self.digest = path, manifest, digest
+    May be used from any thread.
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, digest: str, verify: Verify, with_weights: bool, gpu: int = 0
+    ) -> None:
+        self.path, self.manifest, self.digest, self.gpu = path, manifest, digest, gpu
+        device = open_device(manifest, gpu, path)
+        module = path / schema.module_name(manifest.target)
         self.program = manifest.program()
         check_versions(manifest, path)
         check_processor(manifest, path)
         check_files(path, manifest, verify, with_weights)
-        check_module(path / schema.MODULE, manifest)
+        check_module(module, manifest)
         self.weights: dict[int, LayerWeights] | None = None
         if with_weights and manifest.has_weights:
             self.weights = {
@@ -52,7 +64,10 @@ class Artifact:
                 )
                 for layer in manifest.layers
             }
-        self.functions = _functions(path / schema.MODULE, manifest)
+        self.functions = _functions(module, manifest)
+        if device is not None and self.weights is not None:
+            self.weights = {layer: to_device(weights, device) for layer, weights in self.weights.items()}
+            device.synchronize()  # runners work on streams of their own
 
     def runner(
         self, weights: Weights | None = None, threads: int | None = None, keys: Literal["own", "published"] = "own"
@@ -64,10 +79,14 @@ class Artifact:
                     f"{self.path}: compiled without weights; hand them to load(..., weights=...): a checkpoint "
                     f"directory or tensors by name"
                 )
-            return Runner(self.program, self.functions, self.weights, threads, keys, self.manifest.weights_digest())
+            return self._runner(self.weights, threads, keys, self.manifest.weights_digest())
         if isinstance(weights, str | os.PathLike):
-            return Runner(self.program, self.functions, self._from_checkpoint(weights), threads, keys)
-        return Runner(self.program, self.functions, weights, threads, keys)
+            return self._runner(self._from_checkpoint(weights), threads, keys)
+        return self._runner(weights, threads, keys)
+
+    def _runner(self, weights: Mapping[Any, Any], threads: int | None, keys: str, weights_digest: str = "") -> Runner:
+        device: Device | None = open_device(self.manifest, self.gpu, self.path)  # one each: it keeps freed memory
+        return Runner(self.program, self.functions, weights, threads, keys, weights_digest, device)
 
     def _from_checkpoint(self, directory: str | os.PathLike[str]) -> Mapping[str, Any]:
         from ds41_tvm.checkpoint import load_checkpoint
@@ -91,23 +110,29 @@ def load(
     threads: int | None = None,
     keys: Literal["own", "published"] = "own",
     verify: Verify = "auto",
+    gpu: int = 0,
 ) -> Runner:
     """A runner from an artefact that `ds41_tvm.compile` made. Runs the code in it: load only what you trust.
 
     `expect`: ``sha256:...``, the digest of the manifest that you pinned. `weights`: None for those in the artefact, a
     checkpoint directory, or tensors by official name (NumPy, ml_dtypes, anything with DLPack); the last two are packed
     now. `threads`, `keys`: see `Runner`. `verify`: ``auto`` hashes every file, but of weights of more than 64 MiB in
-    all only header and samples, so that loading them takes no time; ``full`` hashes everything.
+    all only header and samples, so that loading them takes no time; ``full`` hashes everything. `gpu`: the number of
+    the GPU that an artefact for CUDA runs on, as the driver counts those that this process may use.
 
-    Raises an `ArtifactError` before any kernel runs: MissingFile, WrongFileSize, PinMismatch, BadManifest,
-    UnknownSchema, AbiMismatch, UnsupportedCpu, DigestMismatch, BadModule, BadWeightFile, NoWeights, ConfigMismatch; and
-    what `load_checkpoint` raises.
+    Raises an `ArtifactError` before any kernel runs: for CUDA first NoDriver, UnsupportedGpu and NoCudaRuntime;
+    MissingFile, WrongFileSize, PinMismatch, BadManifest, UnknownSchema, AbiMismatch, UnsupportedCpu, DigestMismatch,
+    BadModule, BadWeightFile, NoWeights, ConfigMismatch; and what `load_checkpoint` raises.
     """
-    return open_artifact(path, expect, verify, weights is None).runner(weights, threads, keys)
+    return open_artifact(path, expect, verify, weights is None, gpu).runner(weights, threads, keys)
 
 
 def open_artifact(
-    path: str | os.PathLike[str], expect: str | None = None, verify: Verify = "auto", with_weights: bool = True
+    path: str | os.PathLike[str],
+    expect: str | None = None,
+    verify: Verify = "auto",
+    with_weights: bool = True,
+    gpu: int = 0,
 ) -> Artifact:
     """Check and open an artefact, for several runners that share code and weights; see `load`."""
     folder = Path(path)
@@ -116,7 +141,7 @@ def open_artifact(
         try:
             data, digest = read_manifest_bytes(folder, expect)
             manifest = schema.decode(data, str(folder / schema.FILE))
-            return Artifact(folder, manifest, digest, verify, with_weights)
+            return Artifact(folder, manifest, digest, verify, with_weights, gpu)
         except ArtifactError as error:
             refused = error
             if _identity(folder) == before:
@@ -131,6 +156,19 @@ def _identity(folder: Path) -> tuple[int, int] | None:
     except (OSError, ValueError):
         return None
     return found.st_dev, found.st_ino
+
+
+def open_device(manifest: Manifest, gpu: int, path: Path) -> CudaDevice | None:
+    """The GPU that the code is for; None for code of a processor. Raises NoDriver, UnsupportedGpu, NoCudaRuntime."""
+    if manifest.target.kind == "cpu":
+        return None
+    if manifest.target.kind != "cuda":
+        raise UnsupportedGpu(f"{path}: compiled for {manifest.target.name}; expected cpu or cuda: compile it again")
+    from ds41_tvm.runtime.device_cuda import CudaDevice
+
+    device = CudaDevice(gpu)
+    device.check_level(manifest.target.level, str(path))
+    return device
 
 
 def check_versions(manifest: Manifest, path: Path) -> None:
@@ -168,7 +206,7 @@ def check_module(path: Path, manifest: Manifest) -> None:
 
 
 def _functions(path: Path, manifest: Manifest) -> dict[str, Callable[..., Any]]:
-    ffi = load_runtime()
+    ffi = load_runtime() if manifest.target.kind == "cpu" else load_cuda_runtime()
     try:
         module = ffi.load_module(str(path.resolve()))
         return {kernel.name: module[kernel.name] for kernel in manifest.kernels}

@@ -16,13 +16,13 @@ import msgspec
 from ds41_tvm.config import AttentionConfig, LayerRole
 from ds41_tvm.cpu_features import LEVELS
 from ds41_tvm.errors import BadManifest, Ds41Error, UnknownSchema, UnsafeFileName
-from ds41_tvm.program import Kernel, Program, Ties, Value
+from ds41_tvm.program import Kernel, Linear, Program, Ties, Value
 from ds41_tvm.strict_json import parse_object, short
 from ds41_tvm.target import Target
 
 FORMAT, SCHEMA = "ds41-tvm artifact", 1
 FILE = "manifest.json"
-MODULE, IR = "kernels.cpu.so", "kernels.ir.json"
+MODULE, IR = "kernels.cpu.so", "kernels.ir.json"  # of a processor; see `module_name`
 MAX_BYTES = 16 << 20
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _SHA = re.compile(r"sha256:[0-9a-f]{64}")
@@ -37,10 +37,28 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     alignment: int
 
 
+class GpuCode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What NVIDIA's assembler reports of one function that a kernel launches.
+
+    `registers` of a thread; `stack_bytes`, `spill_stores`, `spill_loads` in bytes of a thread; `shared_bytes` of a
+    block, declared, and `dynamic_shared_bytes` beside; `threads` of a block.
+    """
+
+    name: str
+    registers: int
+    stack_bytes: int
+    spill_stores: int
+    spill_loads: int
+    shared_bytes: int
+    dynamic_shared_bytes: int
+    threads: int
+
+
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A compiled kernel: the symbol is ``__tvm_ffi_`` and `name`.
 
-    `rule` made its schedule, the `fallback` if no other took it, from a tuning `record` if there is one.
+    `rule` made its schedule, the `fallback` if no other took it, with `knobs` from a tuning `record` if there is one. `gpu`: the functions
+    that it launches on a GPU; none on a processor.
     """
 
     name: str
@@ -51,6 +69,8 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     fallback: bool
     record: str | None
     ir: str  # sha256 of its text in kernels.ir.json
+    gpu: tuple[GpuCode, ...] = ()
+    knobs: tuple[tuple[str, int], ...] = ()
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,8 +94,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     linear: Literal["bf16", "fp8"]
     ties: Ties
     pooling: Literal["bf16", "f32"]
+    grouped: Literal["bf16", "fp8"]
     block_rows: int
     draft: int
+    choices: tuple[Linear, ...] = ()
 
 
 class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -112,8 +134,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             linear=self.options.linear,
             ties=self.options.ties,
             pooling=self.options.pooling,
+            grouped=self.options.grouped,
             block_rows=self.options.block_rows,
             draft=self.options.draft,
+            choices=self.options.choices,
         )
 
     @property
@@ -197,8 +221,13 @@ def _check(manifest: Manifest, where: str) -> None:
         raise BadManifest(
             f"{where}: {len(weights)} of {len(manifest.layers)} layers have weights; expected all or none"
         )
-    expect("files", sorted(manifest.files), sorted({MODULE, IR, *weights}))
+    expect("files", sorted(manifest.files), sorted({module_name(manifest.target), IR, *weights}))
     expect("files with a sample", sorted(n for n, f in manifest.files.items() if f.sample), sorted(set(weights)))
+
+
+def module_name(target: Target) -> str:
+    """The file of an artefact's code: ``kernels.cpu.so``, or for a GPU such as ``kernels.cuda-sm_90.so``."""
+    return MODULE if target.kind == "cpu" else f"kernels.{target.kind}-{target.level}.so"
 
 
 def required_features(target: Target) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ class LayerAttention:
             selection = _from_source(self.index_source.selection, self.role, self.role.index_source)
             sources.append((self.kv_source.latent_cache[:batch, :seen], selection))
 
-        o = _sparse_attention(q, sources, w["attn_sink"], cfg.head_dim**-0.5)
+        o = sparse_attention(q, sources, w["attn_sink"], cfg.head_dim**-0.5, self.shared.variant != "torch-mv")
         trace.update(qr=qr, q=q, o=o, window_rows=sources[0][0], window_idx=sources[0][1])
         o = rope(o, table, inverse=True).reshape(batch, tokens, cfg.o_groups, -1)
         wo_a = w["wo_a.weight"].unflatten(0, (cfg.o_groups, cfg.o_lora_rank))
@@ -220,17 +220,22 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _sparse_attention(q: Tensor, sources: list[tuple[Tensor, Tensor]], sink: Tensor, scale: float) -> Tensor:
+def sparse_attention(
+    q: Tensor, sources: list[tuple[Tensor, Tensor]], sink: Tensor, scale: float, joined: bool
+) -> Tensor:
     """``softmax(scale * q . kv, with the sink in the denominator only) @ kv``, float32 inside.
 
     ``kv`` are the chosen rows of every source ``(rows [b, n, d] bf16, chosen [b, s, k])``, -1 for nothing;
-    ``q`` and the result are ``[b, s, h, d]`` bf16.
+    ``q`` and the result are ``[b, s, h, d]`` bf16. The official code joins the rows of all sources in one tensor first,
+    whatever the context; with ``joined`` False a single query takes its chosen rows only.
     """
     batch, tokens, heads, _ = q.shape
-    if tokens == 1:  # only the chosen rows are widened, so that the cost does not follow the context
+    if tokens == 1 and not joined:
         sources = [_chosen_only(rows, chosen) for rows, chosen in sources]
     offsets = [0] + [rows.size(1) for rows, _ in sources[:-1]]
-    table = torch.cat([rows for rows, _ in sources], dim=1).float()
+    table = torch.cat([rows for rows, _ in sources], dim=1)
+    if tokens > 1:  # rows are chosen by many queries: widened once
+        table = table.float()
     index = torch.cat(
         [torch.where(chosen < 0, -1, chosen + offset) for (_, chosen), offset in zip(sources, offsets, strict=True)],
         dim=-1,
@@ -241,7 +246,7 @@ def _sparse_attention(q: Tensor, sources: list[tuple[Tensor, Tensor]], sink: Ten
         for begin in range(0, tokens, QUERY_CHUNK):
             part = slice(begin, min(begin + QUERY_CHUNK, tokens))
             picked = index[b, part]
-            kv = table[b][picked.clamp_min(0)]  # [s, k, d]
+            kv = table[b][picked.clamp_min(0)].float()  # [s, k, d]
             score = torch.bmm(q[b, part].float(), kv.transpose(1, 2)).mul_(scale)
             score.masked_fill_((picked < 0).unsqueeze(1), NEG_INF)
             top = torch.maximum(score.amax(-1, keepdim=True), sink)

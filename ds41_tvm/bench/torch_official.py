@@ -5,9 +5,10 @@ official ``Attention.forward``. Caches hold fake-quantised bf16 rows, allocated 
 selections follow torch's CPU ``topk``. Three variants of the same arithmetic, of which the fastest differs by
 machine and step:
 
-- ``torch``: bf16 weights and ``nn.functional.linear``, as the official code;
-- ``torch-mv``: the same, but one row (a decode step of batch 1) goes through ``torch.mv``, which is faster;
-- ``torch-f32``: weights widened once to float32, float32 products, results rounded to bf16.
+- ``torch``: bf16 weights and ``nn.functional.linear``, all steps as the official code has them;
+- ``torch-f32``: the same with weights widened once to float32, float32 products, results rounded to bf16;
+- ``torch-mv``: a faster form: one row (a decode step of batch 1) goes through ``torch.mv``, and a single query takes
+  its chosen latents out of the cache, where the official code joins window rows and all latents in a tensor first.
 
 Importing this module needs the extra ``torch``.
 """
@@ -69,7 +70,8 @@ class TorchOfficial:
         self.config = config
         self.layers = closure(config, layers)
         tables = {yarn: rope_tables(config, yarn) for yarn in (False, True)}
-        shared = Shared(config, config.check_linear(linear), variant, slots or config.max_batch_size)
+        shared = Shared(config, config.check_linear(linear), variant, config.max_batch_size if slots is None else slots)
+        self._shared = shared
         self.attentions: dict[int, LayerAttention] = {}
         for layer in self.layers:  # ascending: sources come before their consumers
             role = config.role(layer)
@@ -81,6 +83,10 @@ class TorchOfficial:
                 tables[role.ratio > 0],
                 *(self.attentions.get(layer if source is None else source) for source in sources),
             )
+
+    def publish(self, attention: LayerAttention) -> None:
+        """Let every indexer read the keys of `attention`, as after it completed a group: for filled caches."""
+        self._shared.keys = attention.key_cache
 
     def forward(self, layer: int, x: Tensor, start_pos: int, trace: dict[str, Tensor] | None = None) -> Tensor:
         """Output ``[b, s, dim]`` bf16 for input ``x`` ``[b, s, dim]`` bf16, the first token at ``start_pos``.

@@ -26,7 +26,8 @@ class Checkpoint:
     ``weights`` maps the released names to arrays: uint16 = bf16 bits, uint8 = e4m3 codes (with ``....scale``,
     uint8 e8m0 codes, beside), float32. Stored tensors are read-only views of the memory-mapped shards;
     converted ones are made when first asked for. ``linear`` is the mode the weights are given in: ``fp8`` or
-    ``bf16``; ``wo_a`` is bf16 in both. Used as a context manager it closes itself.
+    ``bf16``; ``wo_a`` is bf16 in both, with its codes beside as ``wo_a.e4m3`` and ``wo_a.e8m0`` where mode and storage
+    are fp8: the same values, in half the bytes. Used as a context manager it closes itself.
     """
 
     def __init__(
@@ -44,7 +45,8 @@ class Checkpoint:
         self.linear = linear
         self._shards = shards
         self._planned = planned
-        self._weights = LazyWeights({key: tensor.make for tensor in planned for key in tensor.keys})
+        makers = {key: tensor.make for tensor in planned for key in tensor.keys}
+        self._weights = LazyWeights(makers | {key: tensor.stored for tensor in planned for key in tensor.codes})
 
     @property
     def weights(self) -> Mapping[str, NDArray[Any]]:

@@ -20,6 +20,7 @@ from .tensors import (
     E8M0,
     F32,
     TensorSpec,
+    code_names,
     describe,
     expected_tensors,
     scale_name,
@@ -35,13 +36,19 @@ MAX_SCALE_CODE = 246  # 448 * 2^(246 - 127) is below bf16's largest value, twice
 class PlannedTensor:
     """One needed tensor: where it lies (weight first, then its scale) and what is made of it.
 
-    ``keys`` are the names it is handed on under: the weight, and its scale where the weight is e4m3.
+    ``keys`` are the names it is handed on under: the weight, and its scale where the weight is e4m3. ``codes``: names
+    for the stored codes and scales of a weight that is dequantised, where they are handed on too.
     """
 
     name: str
     keys: tuple[str, ...]
     sources: tuple[tuple[Shard, str], ...]
     conversion: Conversion
+    codes: tuple[str, ...] = ()
+
+    def stored(self) -> dict[str, NDArray[Any]]:
+        """The stored arrays under the names `codes`."""
+        return dict(zip(self.codes, (shard.view(name) for shard, name in self.sources), strict=True))
 
     def make(self) -> dict[str, NDArray[Any]]:
         """The arrays by key. Raises ``ShardChanged``, ``NonFiniteWeight``."""
@@ -100,7 +107,8 @@ def _plan(shards: ShardSet, spec: TensorSpec, who: str, mode: LinearMode, requir
     keys = (spec.name, scale) if wants_codes else (spec.name,)
     if entry.dtype == E4M3:
         sources = (source, _scale(shards, spec, who))
-        return PlannedTensor(spec.name, keys, sources, "none" if wants_codes else "dequantize")
+        codes = code_names(spec.name) if is_wo_a and mode == "fp8" else ()
+        return PlannedTensor(spec.name, keys, sources, "none" if wants_codes else "dequantize", codes)
     if shards.listed_in(scale) is not None:
         raise WrongDtype(f"{where}: stored as {BF16}, but it has a scale ({scale}); expected {E4M3}, or no scale")
     return PlannedTensor(spec.name, keys, (source,), "quantize" if wants_codes else "none")

@@ -30,7 +30,7 @@ from .blocks import band_rows, dequantize_block, quantize_block
 from .lazy import Arrays, LazyWeights
 from .safetensors import DTYPE_BITS, ShardWriter
 from .shards import INDEX_FILE
-from .tensors import BF16, E4M3, E8M0, F32, TensorSpec, expected_tensors, scale_name, scale_shape
+from .tensors import BF16, E4M3, E8M0, F32, TensorSpec, code_names, expected_tensors, scale_name, scale_shape
 from .values import golden_rows, golden_value
 
 QUANTIZATION = {
@@ -72,10 +72,11 @@ def _make_stored(spec: TensorSpec, seed: str, linear: LinearMode) -> Arrays:
 
 
 def _make_given(spec: TensorSpec, seed: str, linear: LinearMode) -> Arrays:
-    """As ``load_checkpoint`` would hand on what ``write_synthetic`` writes: ``wo_a`` in bf16."""
+    """As ``load_checkpoint`` would hand on what ``write_synthetic`` writes: ``wo_a`` in bf16, and its codes."""
     arrays = _make_stored(spec, seed, linear)
     if len(arrays) == 2 and spec.name.endswith(".wo_a.weight"):
-        return {spec.name: dequantize_block(arrays[spec.name], arrays[scale_name(spec.name)])}
+        stored = arrays[spec.name], arrays[scale_name(spec.name)]
+        return {spec.name: dequantize_block(*stored), **dict(zip(code_names(spec.name), stored, strict=True))}
     return arrays
 
 
@@ -91,7 +92,9 @@ def synthetic_weights(
     for layer in _layers(config, layers):
         for spec in expected_tensors(config, layer):
             names = [name for name, _, _ in _stored(spec, mode)]
-            for name in names[:1] if spec.name.endswith(".wo_a.weight") else names:
+            if spec.name.endswith(".wo_a.weight") and len(names) == 2:
+                names = [spec.name, *code_names(spec.name)]
+            for name in names:
                 makers[name] = partial(_make_given, spec, seed, mode)
     return LazyWeights(makers)
 

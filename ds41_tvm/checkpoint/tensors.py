@@ -102,6 +102,12 @@ def prefix(layer: int) -> str:
     return f"layers.{layer}.attn."
 
 
+def code_names(weight: str) -> tuple[str, str]:
+    """Names under which codes and scales of ``wo_a`` are handed on beside its bf16 values, where it is stored so."""
+    stem = weight.removesuffix(".weight")
+    return f"{stem}.e4m3", f"{stem}.e8m0"
+
+
 def scale_name(weight: str) -> str:
     """Name of the scale beside the weight ``...weight``."""
     return weight.removesuffix("weight") + "scale"

@@ -1,124 +1,193 @@
-"""``ds41-tvm bench``: whole layers beside torch and the machine's read bandwidth."""
+"""``ds41-tvm bench``: layers and kernels beside other libraries and the machine's limits."""
 
 from __future__ import annotations
 
-import tempfile
-from json import dumps
+import os
+import sys
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from ds41_tvm.cli.bench_tables import change_table, limit_lines, profile_tables, row_tables
+from ds41_tvm.cli.limits import check_memory, check_target
 from ds41_tvm.cli.options import load_config, parse_layers
-from ds41_tvm.cli.output import console, table
-from ds41_tvm.errors import UsageError
+from ds41_tvm.cli.output import console
+from ds41_tvm.cli.progress import progress
+from ds41_tvm.errors import ConfigError, UsageError
 
-PEERS = ("torch", "torch-mv", "torch-f32", "onnxruntime")
+if TYPE_CHECKING:
+    from ds41_tvm.config import AttentionConfig, LinearMode
+
+PREFILL, CONTEXT, BATCH = "128,1K,4K", "1K,4K,32K,128K,1M", "1,4,16"
 
 
 def bench(
     *,
     config: str = "flash",
-    layers: str = "0,2,20,24",
-    prompt: int = 1024,
-    decode: int = 16,
-    rounds: int = 3,
-    linear: str = "bf16",
-    against: str = "torch-mv",
+    layers: str | None = None,
+    what: str = "all",
+    prefill: str | None = None,
+    context: str | None = None,
+    batch: str | None = None,
+    linear: str | None = None,
+    against: str = "torch",
+    isa: str = "host",
+    target: str = "cpu",
     threads: int | None = None,
+    rounds: int | None = None,
+    time: str | None = None,
+    quick: Annotated[bool, Parameter(negative="")] = False,
+    profile: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[Path | None, Parameter(name="--json")] = None,
+    plot: Path | None = None,
+    baseline: Path | None = None,
+    factor: float | None = None,
 ) -> int:
-    """Time layers at random weights beside the official arithmetic in torch, in turn, in one process.
+    """Measure layers and kernels in turn with other libraries and with what the machine can do at most.
+
+    Exit code 1 if a ratio is worse than in the baseline by more than the factor.
 
     Parameters
     ----------
     config:
         A preset (flash, tiny) or a config.json.
     layers:
-        Layer numbers with their sources, or all.
-    prompt:
-        Tokens of the prompt, fed in one step.
-    decode:
-        Single tokens fed after it.
-    rounds:
-        Counted rounds; one more warms up.
+        Layer numbers with their sources, or all; by default one layer of every kind.
+    what:
+        Some of prefill, decode, batch, topk, scores, attention, launch; or all.
+    prefill:
+        Lengths of prompts, 128,1K,4K by default; K = 1,024. Above 1K they are fed 512 tokens a step.
+    context:
+        Lengths at which single tokens are decoded, 1K,4K,32K,128K,1M by default. Caches are filled directly, no prompt
+        is run.
+    batch:
+        Numbers of sequences decoded together at 1K tokens each, 1,4,16 by default.
     linear:
-        bf16 or fp8.
+        bf16, fp8 or both; by default both, where the sizes allow fp8. The peers' products are in bf16 (torch-f32: in
+        f32) beside either.
     against:
-        Peers by name, separated by commas: torch (as the official code), torch-mv (single rows by matrix-vector
-        products), torch-f32 (weights widened to f32), onnxruntime (the exported layers); or none.
+        Peers by name, separated by commas: torch (as the official code), torch-mv (a faster form of it, for single
+        tokens), torch-f32 (weights widened to f32), onnxruntime (the exported layers); or none.
+    isa:
+        Instructions that peers may use: host, avx512 (no bf16 instructions, no AMX) or avx2.
+    target:
+        What to compile for, such as cpu, cpu:x86-64-v4+vnni or cpu:x86-64-v3.
     threads:
-        Threads for both; all processors by default.
+        Threads for all; all processors by default.
+    rounds:
+        Turns of each case, 5 by default.
+    time:
+        End after about so long (90, 10m): fewer turns, then fewer cases, which are named.
+    quick:
+        Short sizes and one turn, unless they are given.
+    profile:
+        Instead of measuring, show what each kernel takes in a decode step at every context.
     json:
-        File for the results.
+        File for the result.
+    plot:
+        Picture of the result (extra plot).
+    baseline:
+        An older result: compare ratios, never times.
+    factor:
+        How much worse a ratio may be than in the baseline; 1.3 by default.
     """
-    peers = [] if against == "none" else against.split(",")
-    unknown = [name for name in peers if name not in PEERS]
-    if unknown or min(prompt, rounds) < 1 or decode < 1:
-        raise UsageError(
-            f"--against {against!r}, --prompt {prompt}, --decode {decode}, --rounds {rounds}: expected peers among "
-            f"{', '.join(PEERS)} and positive numbers"
-        )
-    from ds41_tvm.api import build
-    from ds41_tvm.bench.layers import Contestant, Ours, Torch, peak_memory, race, rows
-    from ds41_tvm.bench.onnx_peer import Onnx
-    from ds41_tvm.checkpoint import synthetic_weights
+    if "numpy" not in sys.modules:  # its idle workers would go on spinning while ours are measured
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from ds41_tvm.bench.cases import Case, cases, parse_time, parse_what
+    from ds41_tvm.bench.peer import ISA, peer_names
+    from ds41_tvm.bench.plot import check_plot
+    from ds41_tvm.bench.plot import plot as draw
+    from ds41_tvm.bench.result import FACTOR, changes, read_result, regressions, write_result
+    from ds41_tvm.bench.run import Options, check_installed, measure, memory_needed, profiles, typical_layers
+    from ds41_tvm.config import closure
 
+    turns = rounds if rounds is not None else (1 if quick else 5)
+    if turns < 1:
+        raise UsageError(f"--rounds {rounds}: expected at least 1")
+    if isa not in ISA:
+        raise UsageError(f"--isa {isa!r}: expected one of {', '.join(ISA)}")
+    if factor is not None and (factor < 1 or baseline is None):
+        raise UsageError(f"--factor {factor}: expected at least 1, together with --baseline FILE")
+    if profile and (json or plot or baseline):
+        raise UsageError("--profile measures nothing to keep; leave out --json, --plot and --baseline")
+    kinds, seconds, peers = parse_what(what), parse_time(time), peer_names(against)
     sizes = load_config(config)
-    chosen = parse_layers(layers)
-    mode = sizes.check_linear(linear)
-    out = console()
-    weights = synthetic_weights(sizes, "bench", chosen, mode)
-    with out.status("making weights and compiling"):
-        runner = build(sizes, weights, chosen, linear=mode, threads=threads)
-    contestants: dict[str, Contestant] = {"ours": Ours(runner)}
-    with tempfile.TemporaryDirectory(prefix="ds41-tvm-") as folder:
-        for name in peers:
-            with out.status(f"preparing {name}"):
-                contestants[name] = (
-                    Onnx(sizes, weights, runner.layers, mode, runner.threads, Path(folder))
-                    if name == "onnxruntime"
-                    else Torch(sizes, weights, runner.layers, mode, name, runner.threads)
-                )
-        del weights
-        with out.status("measuring"):
-            times, bandwidth = race(contestants, sizes, runner.layers, prompt, decode, rounds, runner.threads)
-    records = rows(runner, times, bandwidth)
-    summary: dict[str, Any] = {
-        "target": runner.program.target.name,
-        "linear": mode,
-        "threads": runner.threads,
-        "prompt": prompt,
-        "read_bandwidth": median(bandwidth),
-        "peak_memory": peak_memory(),
-        "rows": records,
-    }
-    if json is not None:
-        json.write_text(dumps(summary, indent=2) + "\n")
-    out.print(_table(records, peers))
-    out.print(
-        f"read bandwidth {summary['read_bandwidth'] / 1e9:.1f} GB/s (median), {runner.threads} threads, "
-        f"target {runner.program.target.name}, linear {mode}"
+    contexts = _sizes(sizes, "--context", context, "1K,4K" if quick else CONTEXT)
+    if profile:
+        planned = tuple(Case("decode", context=n) for n in contexts)
+    else:
+        prompts = _sizes(sizes, "--prefill", prefill, "128" if quick else PREFILL)
+        together = _sizes(sizes, "--batch", batch, "1,4" if quick else BATCH, limited=False)
+        planned = tuple(cases(kinds, prompts, contexts, together))
+    chosen = parse_layers(layers) if layers is not None else typical_layers(sizes)
+    options = Options(
+        config=sizes,
+        layers=closure(sizes, chosen),
+        cases=planned,
+        target=check_target(target),
+        linear=_modes(sizes, linear),
+        peers=() if profile else peers,
+        isa=isa,
+        threads=threads,
+        rounds=turns,
+        seconds=seconds,
     )
-    return 0
+    check_installed(options.peers)
+    if plot is not None:
+        check_plot()
+    before = read_result(baseline) if baseline is not None else None
+    check_memory(memory_needed(options), f"bench of {len(options.layers)} layers")
+
+    out = console()
+    if profile:
+        with progress() as report:
+            found = profiles(options, turns, report)
+        for made in profile_tables(found):
+            out.print(made)
+        return 0
+    with progress() as report:
+        result = measure(options, report)
+    for made in row_tables(result):
+        out.print(made)
+    for line in limit_lines(result):
+        out.print(line)
+    if json is not None:
+        write_result(result, json)
+    if plot is not None:
+        draw(result, plot)
+    if before is None:
+        return 0
+    compared = changes(result, before)
+    worse = regressions(compared, factor or FACTOR)
+    out.print(change_table(compared, worse, factor or FACTOR))
+    for change in worse:
+        print(
+            f"ds41-tvm bench: {change.row}: {change.what} was {change.before:.3g} and is {change.now:.3g}, worse by "
+            f"more than the factor {factor or FACTOR:g}",
+            file=sys.stderr,
+        )
+    return 1 if worse else 0
 
 
-def _table(records: list[dict[str, Any]], peers: list[str]) -> Any:
-    columns = ["layer", "role", "phase", "ms", "fastest..slowest"]
-    columns += [text for peer in peers for text in (f"{peer} ms", "times faster")] + ["GB/s", "of bandwidth"]
-    lines = []
-    for r in records:
-        line = [
-            str(r["layer"]),
-            f"{r['role']} {r['ratio']}",
-            r["phase"],
-            f"{r['seconds'] * 1e3:.1f}",
-            f"{r['fastest'] * 1e3:.1f}..{r['slowest'] * 1e3:.1f}",
-        ]
-        for peer in peers:
-            line += [f"{r['peers'][peer] * 1e3:.1f}", f"{r['peers'][peer] / r['seconds']:.2f}"]
-        decode = r["phase"] == "decode"
-        line += [f"{r['bytes_per_second'] / 1e9:.1f}", f"{r['share_of_read_bandwidth']:.0%}"] if decode else ["", ""]
-        lines.append(line)
-    return table(columns, lines)
+def _modes(config: AttentionConfig, given: str | None) -> tuple[LinearMode, ...]:
+    if given is not None:
+        return tuple(dict.fromkeys(config.check_linear(mode.strip()) for mode in given.split(",")))
+    try:
+        return "bf16", config.check_linear("fp8")
+    except ConfigError:
+        return ("bf16",)
+
+
+def _sizes(
+    config: AttentionConfig, option: str, given: str | None, default: str, limited: bool = True
+) -> tuple[int, ...]:
+    """The sizes asked for; or those of the default that fit the configuration, at least its longest."""
+    from ds41_tvm.bench.cases import parse_sizes
+
+    if not limited:
+        return parse_sizes(option, given or default)
+    most = config.max_seq_len
+    if given is not None:
+        return parse_sizes(option, given, most)
+    return tuple(n for n in parse_sizes(option, default) if n <= most) or (most // 2,)

@@ -26,6 +26,8 @@ def compile_command(
     block_rows: int = 128,
     draft: int = 64,
     no_weights: Annotated[bool, Parameter(negative="")] = False,
+    records: Path | None = None,
+    no_records: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Compile layers and pack their weights into a folder that runs without the compiler.
@@ -56,11 +58,19 @@ def compile_command(
         Tokens that a sequence can take back.
     no_weights
         Leave the weights out: they are given when loading.
+    records
+        Folder of tuning records to use instead of those that come with the package; see tune.
+    no_records
+        Use no tuning records.
     json
         Print the result as JSON.
     """
     if (checkpoint is None) == (config is None):
         raise UsageError("expected either --checkpoint DIR or --config NAME")
+    if records is not None and no_records:
+        raise UsageError("--records and --no-records: expected one of the two")
+    if records is not None and not records.is_dir():
+        raise UsageError(f"--records {records}: no such folder; expected one that ds41-tvm tune --out wrote")
     from ds41_tvm.compiler.artifact import compile
 
     with progress() as report:
@@ -76,6 +86,7 @@ def compile_command(
             draft=draft,
             with_weights=not no_weights,
             progress=report,
+            records=records if records is not None else not no_records,
         )
     size = sum(file.size for file in made.manifest.files.values())
     chosen = [layer.role.layer for layer in made.manifest.layers]
@@ -90,10 +101,19 @@ def compile_command(
                 "kernels": len(made.manifest.kernels),
                 "weights": made.manifest.has_weights,
                 "bytes": size,
+                "records": {kernel.name: kernel.record or "fallback" for kernel in made.manifest.kernels},
+                "notes": list(made.notes),
             }
         )
         return 0
     weights = "with weights" if made.manifest.has_weights else "without weights"
     print(f"{out}: {len(chosen)} layer(s), {len(made.manifest.kernels)} kernels, {weights}, {byte_size(size)}")
     print(f"{made.manifest.target.name}; linears {made.manifest.options.linear}; manifest {made.digest}")
+    for note in made.notes:
+        print(f"note: {note}")
+    tuned = sum(kernel.record is not None for kernel in made.manifest.kernels)
+    print(f"{tuned} of {len(made.manifest.kernels)} kernels by tuning records, the others by built-in rules (fallback)")
+    if tuned:
+        for kernel in made.manifest.kernels:
+            print(f"  {kernel.name}: {kernel.record or 'fallback'}")
     return 0

@@ -64,7 +64,7 @@ def _show(found: dict[str, Any]) -> None:
         ("configuration", found["config_digest"]),
         ("target", found["target"]),
         ("needs", " ".join(found["requires"]) or "nothing beyond the base instruction set"),
-        ("linears, ties", f"{found['linear']}, {found['ties']}; pooling weights {found['pooling']}"),
+        ("linears, ties", f"{found['linear']}, {found['ties']}; pooling weights {found['pooling']}, wo_a {found['grouped']}"),
         ("cache blocks", f"{found['block_rows']} positions; {found['draft']} tokens can be taken back"),
         ("made by", f"ds41-tvm {versions['ds41_tvm']}, TVM {versions['tvm']}, LLVM {versions['llvm']}"),
         ("runs on", f"TVM runtime {versions['tvm']}, tvm-ffi {versions['tvm_ffi']} (ABI {versions['tvm_ffi_abi']})"),
@@ -91,5 +91,25 @@ def _show(found: dict[str, Any]) -> None:
         for k in found["kernels"]
     ]
     out.print(table(("kernel", "sizes", "schedule", "code bytes"), rows))
+    rows = [
+        (
+            code["name"], code["registers"], f"{code['spill_stores']} / {code['spill_loads']}",
+            code["shared_bytes"] + code["dynamic_shared_bytes"], code["threads"] or "varies",
+            "unknown" if code["blocks"] is None else code["blocks"],
+            "unknown" if code["occupancy"] is None else f"{code['occupancy']:.0%}",
+        )
+        for k in found["kernels"] for code in k["gpu"]
+    ]  # fmt: skip
+    if rows:
+        names = (
+            "function on the GPU",
+            "registers",
+            "spilled B (st / ld)",
+            "shared B",
+            "threads",
+            "blocks",
+            "occupancy",
+        )
+        out.print(table(names, rows))
     rows = [(name, file["size"], file["sha256"][7:23] + "…") for name, file in found["files"].items()]
     out.print(table(("file", "bytes", "sha256"), rows))

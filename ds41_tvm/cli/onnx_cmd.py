@@ -120,7 +120,7 @@ def verify_onnx(
     batch
         Sequences in the batch.
     tolerance
-        Largest relative error of a layer's output; 0.002 if not given, 0.01 for large layers.
+        Largest relative error of a layer's output; if not given 0.002, 0.01 from dim 128 on, 0.02 with fp8 linears.
     threads
         Threads to run on; by default all processors.
     json
@@ -161,8 +161,9 @@ def _steps(text: str | None) -> list[int] | None:
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise UsageError(f"--steps {text!r}: expected tokens per call, such as 150,5,1,1")
+    # A number of more digits than any sensible one would be refused by int() itself.
+    if not all(part.isdecimal() and len(part) < 19 and int(part) > 0 for part in parts):
+        raise UsageError(f"--steps {text[:60]!r}: expected tokens per call, such as 150,5,1,1")
     return [int(part) for part in parts]
 
 

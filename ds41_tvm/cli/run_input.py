@@ -171,9 +171,14 @@ class OutputFile:
             raise UsageError(f"--output {path}: expected a name that ends in .npy (one array) or .npz (several)")
         if path.suffix == ".npy" and arrays != 1:
             raise UsageError(f"--output {path}: there are {arrays} arrays to write; expected a name that ends in .npz")
-        if path.is_dir():
-            raise UsageError(f"--output {path}: is a directory; expected the name of a file")
-        if path.exists() and not overwrite:
+        try:
+            there = path.exists()  # raises for a name that is too long
+        except OSError as error:
+            raise UsageError(f"--output {path}: cannot be written ({error.strerror or error})") from None
+        if there and not path.is_file():
+            what = "a directory" if path.is_dir() else "no regular file"
+            raise UsageError(f"--output {path}: is {what}; expected the name of a file")
+        if there and not overwrite:
             raise UsageError(f"--output {path}: exists; choose another name or pass --overwrite")
         self._file: IO[bytes] | None = None
 

@@ -1,7 +1,8 @@
 """`compile`: from a configuration or a checkpoint to an artefact, a folder that runs without the compiler.
 
     manifest.json                  what it holds, see `artifact.manifest`
-    kernels.cpu.so                 machine code of every kernel, shared by all layers of the same shapes
+    kernels.cpu.so                 machine code of every kernel, shared by all layers of the same shapes; for a GPU
+                                   kernels.cuda-sm_90.so and so on: code of the host, machine code of the device
     kernels.ir.json                the scheduled IR of each kernel as text
     weights.layer-NN.safetensors   the layer's weights as the kernels read them, 64-byte aligned, to be mapped
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds41_tvm import __version__
-from ds41_tvm.api import pooling_format
+from ds41_tvm.api import grouped_format, pooling_format
 from ds41_tvm.artifact import files
 from ds41_tvm.artifact import manifest as schema
 from ds41_tvm.artifact.manifest import Manifest
@@ -32,17 +33,22 @@ from ds41_tvm.program import Program, Ties
 from ds41_tvm.runtime.ffi import abi
 from ds41_tvm.runtime.weights import pack_layer
 from ds41_tvm.target import Target, parse_target
+from ds41_tvm.tune.apply import Tuned, selection
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Where an artefact was put, what it holds, and the digest to pin it by (`load(path, expect=digest)`)."""
+    """Where an artefact was put, what it holds, and the digest to pin it by (`load(path, expect=digest)`).
+
+    `notes`: tuning records that were not used, and why.
+    """
 
     path: Path
     digest: str
     manifest: Manifest
+    notes: tuple[str, ...] = ()
 
 
 def compile(
@@ -58,6 +64,7 @@ def compile(
     draft: int = 64,
     with_weights: bool = True,
     progress: Progress | None = None,
+    records: bool | str | os.PathLike[str] = True,
 ) -> Compiled:
     """Compile the kernels of `layers` (None: all) and pack their weights into a folder `out`.
 
@@ -65,13 +72,14 @@ def compile(
     or without any; what has none gets them when it is loaded. `linear`: None for the checkpoint's own mode (bf16 for a
     configuration). `pooling`: format of the weights of compressors of ratio above 1, None for that of the weights (bf16
     without any). The others as in `build`. `progress`: called with (phase, done, total).
+    `records`: tuning records to use, as in `build`; the manifest says of every kernel which one made it.
 
     `out` appears complete or not at all, in place of an older artefact. Needs a C++ compiler. Raises TargetError,
     ConfigError, CompileError, NotAnArtifact, and CheckpointError's classes.
     """
-    if isinstance(target, str) and target.partition(":")[0] in ("cuda", "gpu"):
-        raise TargetError(f"target {target!r}: artefacts for CUDA cannot be compiled yet; expected cpu or cpu:LEVEL")
     aim = target if isinstance(target, Target) else parse_target(target)
+    if aim.kind == "opencl":
+        raise TargetError(f"target {aim.name!r} is for proofs in one process; expected cpu, cpu:LEVEL or cuda:sm_NN")
     place = Path(out).absolute()
     refuse_others(place, is_artifact)
     if isinstance(source, str | os.PathLike):
@@ -90,17 +98,19 @@ def compile(
         linear=config.check_linear(linear or "bf16"),
         ties=ties,
         pooling=pooling or pooling_format(config, weights or {}),
+        grouped=grouped_format(config, linear or "bf16", weights),
         block_rows=block_rows,
         draft=draft,
     )
     tell = progress or (lambda phase, done, total: None)
+    tuned = selection(records)(program)
     result: list[Compiled] = []
 
     def fill(folder: Path) -> None:
-        made = _fill(folder, program, weights if with_weights else None, checkpoint, tell)
+        made = _fill(folder, tuned, weights if with_weights else None, checkpoint, tell)
         data = schema.encode(made)
         (folder / schema.FILE).write_bytes(data)
-        result.append(Compiled(place, files.digest_of(data), made))
+        result.append(Compiled(place, files.digest_of(data), made, tuned.notes))
 
     publish(place, fill, is_artifact)
     return result[0]
@@ -115,15 +125,18 @@ def is_artifact(folder: Path) -> bool:
 
 
 def _fill(
-    folder: Path, program: Program, weights: Mapping[str, Any] | None, checkpoint: Checkpoint | None, tell: Progress
+    folder: Path, tuned: Tuned, weights: Mapping[str, Any] | None, checkpoint: Checkpoint | None, tell: Progress
 ) -> Manifest:
     import tvm
     import tvm_ffi
 
     from ds41_tvm.compiler.objects import compile_kernels, link
 
-    kernels = compile_kernels(program, lambda done, total: tell("kernels", done, total))
-    link([kernel.code for kernel in kernels], folder / schema.MODULE)
+    program = tuned.program
+    kernels = compile_kernels(program, lambda done, total: tell("kernels", done, total), tuned)
+    module = schema.module_name(program.target)
+    device = [kernel.device for kernel in kernels if kernel.device is not None]
+    link([kernel.code for kernel in kernels], folder / module, device)
     texts = {kernel.entry.name: kernel.ir for kernel in kernels}
     (folder / schema.IR).write_text(json.dumps(texts, indent=0), encoding="utf-8")
     layers = []
@@ -149,8 +162,10 @@ def _fill(
             linear=program.linear,
             ties=program.ties,
             pooling=program.pooling,
+            grouped=program.grouped,
             block_rows=program.block_rows,
             draft=program.draft,
+            choices=program.choices,
         ),
         target=program.target,
         requires=schema.required_features(program.target),
@@ -164,7 +179,7 @@ def _fill(
         kernels=tuple(kernel.entry for kernel in kernels),
         files={
             name: files.describe(folder / name, name in of_weights)
-            for name in sorted({schema.MODULE, schema.IR, *of_weights})
+            for name in sorted({module, schema.IR, *of_weights})
         },
     )
 

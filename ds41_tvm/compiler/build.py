@@ -11,7 +11,7 @@ from tvm_ffi.error import register_error
 from ds41_tvm.compiler.targets import tvm_target
 from ds41_tvm.errors import CompileError
 from ds41_tvm.program import Kernel, Program
-from ds41_tvm.schedule.cpu import schedule
+from ds41_tvm.schedule import schedule
 from ds41_tvm.target import Target
 
 # TVM's passes call back into Python; an interruption there would come out as a RuntimeError without a message.
@@ -22,17 +22,17 @@ Function = Callable[..., Any]
 _compiled: dict[tuple[Target, Kernel], Function] = {}
 
 
-def lower(kernels: Iterable[Kernel]) -> tvm.IRModule:
-    """The scheduled functions of `kernels` in one module, each under its own name."""
+def lower(kernels: Iterable[Kernel], kind: Target) -> tvm.IRModule:
+    """The scheduled functions of `kernels` for a target in one module, each under its own name."""
     functions = {}
     for kernel in kernels:
-        _, func = schedule(kernel)
+        _, func = schedule(kernel, kind.kind)
         functions[kernel.name] = func.with_attr("global_symbol", kernel.name)
     return tvm.IRModule(functions)
 
 
 def compile_program(program: Program, progress: Callable[[int, int], None] | None = None) -> dict[str, Function]:
-    """Callable kernels of a program, see `compile_kernels`."""
+    """Callable kernels of a program as it is without tuning, see `compile_kernels`."""
     return compile_kernels(program.kernels(), program.target, progress)
 
 
@@ -43,13 +43,17 @@ def compile_kernels(
 
     Raises CompileError naming the kernels if TVM refuses them.
     """
+    if kind.kind == "opencl":
+        from ds41_tvm.proof import opencl_functions
+
+        return opencl_functions(kernels, progress)
     needed = tuple(kernels)
     missing = [k for k in needed if (kind, k) not in _compiled]
     target = tvm_target(kind)
     for start in range(0, len(missing), 8):
         group = missing[start : start + 8]
         try:
-            executable = tvm.compile(lower(group), target=target)
+            executable = tvm.compile(lower(group, kind), target=target)
         except Exception as error:
             names = ", ".join(k.name for k in group)
             raise CompileError(

@@ -10,7 +10,13 @@ from ds41_tvm.target import Target
 
 
 def tvm_target(target: Target) -> TvmTarget:
-    """LLVM target with exactly the features of `target`; vectors as wide as the program asks for."""
+    """LLVM target with exactly the features of `target`; vectors as wide as the program asks for.
+
+    For CUDA its architecture, with host code that every processor of this kind runs.
+    """
+    if target.kind == "cuda":
+        host = Target("cpu", "x86-64" if platform.machine() in ("x86_64", "AMD64") else "generic")
+        return TvmTarget({"kind": "cuda", "arch": target.level}, host=tvm_target(host))
     spec: dict[str, object] = {"kind": "llvm"}
     if target.level != "generic":
         spec["mcpu"] = target.level

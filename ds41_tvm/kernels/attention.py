@@ -109,8 +109,8 @@ def _window(heads: int, dim: int, window: int, ring_rows: int) -> PrimFunc:
                 T.reads(Q[vt, 0:heads, 0:dim], F[0:n, 0:row_bytes], R[0:p, 0:row_bytes], sink[0:heads], P[vt], N[vt],
                         first[0:seqs], base[0:seqs], place[0:seqs])  # fmt: skip
                 T.writes(Out[vt, 0:heads, 0:dim])
-                place_of = T.sblock_alloc_buffer((window,), "int64")
-                score = T.sblock_alloc_buffer((window,), "float32")
+                place_of = T.sblock_alloc_buffer((window,), "int64", scope="local")
+                score = T.sblock_alloc_buffer((window,), "float32", scope="local")
                 count = T.sblock_alloc_buffer((1,), "int64", scope="local")
                 top = T.sblock_alloc_buffer((2,), "float32", scope="local")
                 acc = T.sblock_alloc_buffer((1,), "float32", scope="local")
@@ -158,8 +158,8 @@ def _with_latents(heads: int, dim: int, window: int, ring_rows: int, block_rows:
                         first[0:seqs], base[0:seqs], place[0:seqs], L[0:stored, 0:latent_bytes], B[0:seqs, 0:blocks],
                         C[vt, 0:k])  # fmt: skip
                 T.writes(Out[vt, 0:heads, 0:dim])
-                place_of = T.sblock_alloc_buffer((window + k,), "int64")
-                score = T.sblock_alloc_buffer((window + k,), "float32")
+                place_of = T.sblock_alloc_buffer((window + k,), "int64", scope="local")
+                score = T.sblock_alloc_buffer((window + k,), "float32", scope="local")
                 # rows in all, window rows
                 count = T.sblock_alloc_buffer((2,), "int64", scope="local")
                 top = T.sblock_alloc_buffer((2,), "float32", scope="local")

@@ -42,3 +42,39 @@ def block_scores(size: int) -> PrimFunc:
                     B[vt, j] = best[0]
 
     return main
+
+
+def candidate_limit(size: int) -> PrimFunc:
+    """limit[t] = min((c - 1) * size + visible[t] - newest * size, c * size): how many columns of compact candidate
+    scores are positions.
+
+    c is the number of candidate blocks of row t and `newest` the last of them, the only one that can be visible in
+    part; 0 without any. Shapes: candidates int32 ``[n, blocks]`` (ascending, then -1), visible and limit int32 ``[n]``.
+    """
+
+    @T.prim_func(s_tir=True)
+    def main(candidates: T.handle, visible: T.handle, limit: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        n, blocks = T.int64(), T.int64()
+        C = T.match_buffer(candidates, (n, blocks), "int32")
+        V = T.match_buffer(visible, (n,), "int32")
+        L = T.match_buffer(limit, (n,), "int32")
+        for t in range(n):
+            with T.sblock("limit"):
+                vt = T.axis.spatial(n, t)
+                T.reads(C[vt, 0:blocks], V[vt])
+                T.writes(L[vt])
+                state = T.sblock_alloc_buffer((2,), "int32", scope="local")
+                state[0] = T.int32(0)
+                state[1] = T.int32(0)
+                for j in range(blocks):
+                    if C[vt, j] >= T.int32(0):
+                        state[0] = state[0] + T.int32(1)
+                        state[1] = C[vt, j]
+                L[vt] = T.Select(
+                    state[0] > T.int32(0),
+                    T.min((state[0] - state[1] - T.int32(1)) * T.int32(size) + V[vt], state[0] * T.int32(size)),
+                    T.int32(0),
+                )
+
+    return main

@@ -34,7 +34,8 @@ def index_scores(heads: int, dim: int, block_rows: int, candidate_block: int, sp
     """s[t, p] = bf16( sum_h bf16( bf16(relu(q_h . k_p)) * w_h ) ), the sum over heads in f32, ascending.
 
     q_h . k_p is summed over blocks of 32 channels in ascending order, each block's sum an exact integer times the two
-    blocks' power-of-two scales.
+    blocks' power-of-two scales. relu(NaN) is 0 (the official code's is NaN, which its top-k takes first): a bad key,
+    stored as NaN, does not put itself into every later selection.
 
     Shapes: q uint8 ``[n, heads, bytes]`` and keys uint8 ``[p, bytes]``, packed index rows; w bf16 bits ``[n, heads]``;
     table int32 ``[sequences, blocks]`` of key blocks of `block_rows` rows; sequence int32 ``[n]``; visible int32

@@ -19,7 +19,7 @@ class _Format(NamedTuple):
     code: Any  # (bf16 bits, scale code) -> element code
 
 
-_FORMATS = {
+FORMATS = {
     "window": _Format(32, tir.e8m0_scale_window, tir.window_code),
     "latent": _Format(16, tir.e4m3_scale_latent, tir.latent_code),
     "index": _Format(32, tir.e8m0_scale_index, tir.index_code),
@@ -33,7 +33,7 @@ def pack_rows(kind: str, heads: int, dim: int) -> PrimFunc:
     Shapes: x bf16 bits ``[n, heads, dim]``; row int64 ``[n]``, distinct; out uint8 ``[p, heads, bytes of a row]``. Rows
     of `out` that `row` does not name keep what they hold.
     """
-    form = _FORMATS[kind]
+    form = FORMATS[kind]
     block, scales = form.block, dim // form.block
     codes = dim if kind == "window" else dim // 2
 

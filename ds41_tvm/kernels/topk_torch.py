@@ -144,6 +144,32 @@ def _nth_element(pair, r, v, nth, end):
         _insertion_sort(pair, r, v)
 
 
+def pair_of(score: Any, column: Any) -> Any:
+    """Key in the high bits, column in the low 32. Only keys are ever compared."""
+    return T.shift_left(T.Cast("int64", order_key(score)), T.int64(32)) + T.Cast("int64", column)
+
+
+@T.macro
+def select_row(N, L, Out, vt, k, pair, chosen, r, v):
+    """The selection of row vt out of its pairs; `chosen` all 0. Both have room for one element more than the row."""
+    r[_COUNT] = T.min(T.int32(k), N[vt])
+    if r[_COUNT] > 0:
+        if r[_COUNT] * 64 <= N[vt]:
+            _heap_select(pair, r, v, T.int32(0), r[_COUNT], N[vt])
+        else:
+            _nth_element(pair, r, v, r[_COUNT] - 1, N[vt])
+    for c in range(r[_COUNT]):
+        chosen[T.Cast("int32", T.bitwise_and(pair[c], T.int64(0xFFFFFFFF)))] = T.uint8(1)
+    r[_CURSOR] = T.int32(0)
+    for c in range(L[vt]):
+        if chosen[c] == T.uint8(1):
+            Out[vt, r[_CURSOR]] = c
+            r[_CURSOR] = r[_CURSOR] + 1
+    for i in range(k):
+        if i >= r[_CURSOR]:
+            Out[vt, i] = T.int32(-1)
+
+
 def topk_torch_cpu(k: int) -> PrimFunc:
     """The first min(k, total) of torch's order over columns 0..total-1, kept where column < limit, ascending, then -1.
 
@@ -163,29 +189,13 @@ def topk_torch_cpu(k: int) -> PrimFunc:
                 vt = T.axis.spatial(n, t)
                 T.reads(S[vt, 0:width], N[vt], L[vt])
                 T.writes(Out[vt, 0:k])
-                # One pair per element: key in the high bits, column in the low 32. Only keys are ever compared.
                 pair = T.sblock_alloc_buffer((width + T.int64(1),), "int64")
                 chosen = T.sblock_alloc_buffer((width + T.int64(1),), "uint8")
                 r = T.sblock_alloc_buffer((12,), "int32", scope="local")
                 v = T.sblock_alloc_buffer((2,), "int64", scope="local")
                 for c in range(N[vt]):
-                    pair[c] = T.shift_left(T.Cast("int64", order_key(S[vt, c])), T.int64(32)) + T.Cast("int64", c)
+                    pair[c] = pair_of(S[vt, c], c)
                     chosen[c] = T.uint8(0)
-                r[_COUNT] = T.min(T.int32(k), N[vt])
-                if r[_COUNT] > 0:
-                    if r[_COUNT] * 64 <= N[vt]:
-                        _heap_select(pair, r, v, T.int32(0), r[_COUNT], N[vt])
-                    else:
-                        _nth_element(pair, r, v, r[_COUNT] - 1, N[vt])
-                for c in range(r[_COUNT]):
-                    chosen[T.Cast("int32", T.bitwise_and(pair[c], T.int64(0xFFFFFFFF)))] = T.uint8(1)
-                r[_CURSOR] = T.int32(0)
-                for c in range(L[vt]):
-                    if chosen[c] == T.uint8(1):
-                        Out[vt, r[_CURSOR]] = c
-                        r[_CURSOR] = r[_CURSOR] + 1
-                for i in range(k):
-                    if i >= r[_CURSOR]:
-                        Out[vt, i] = T.int32(-1)
+                select_row(N, L, Out, vt, k, pair, chosen, r, v)
 
     return main

@@ -38,9 +38,7 @@ def candidate_blocks(topk_blocks: int, block_size: int) -> Function:
         # (0 - 1) / block_size is 0 or -1, as engines have it: nothing visible is asked for by itself.
         some = b.op("Greater", column, b.i64(0))
         is_newest = b.op("And", b.op("Equal", b.arange(count), newest), some)
-        # NaN, ranked as infinity, stays above it, as in the reference.
-        below = b.op("Less", best, b.f32(LARGEST))
-        kept = b.op("Where", b.op("And", is_newest, below), b.f32(LARGEST), best)
+        kept = b.op("Where", is_newest, b.f32(LARGEST), best)
         return b.call(select_best(topk_blocks), kept)  # type: ignore[no-any-return]
 
     return made

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -88,7 +90,10 @@ def export_onnx(
     names = list(graph.weights)
     digest = Digest()
     target = Path(path)
-    writer = _Writer(target)
+    try:
+        writer = _Writer(target)
+    except OSError as error:
+        raise Ds41Error(f"{target}: cannot be written ({error.strerror or error})") from None
     try:
         where = _where(weights_as, given, names)
         size = 0
@@ -180,6 +185,8 @@ class _Writer:
     """Files that appear together when complete, the model last."""
 
     def __init__(self, target: Path) -> None:
+        if target.exists() and not target.is_file():  # replacing a device by a file would do harm
+            raise OSError(errno.EEXIST, "exists and is no file")
         self._folder = target.parent
         self._files: list[tuple[Path, Path]] = []
 
@@ -195,4 +202,5 @@ class _Writer:
 
     def discard(self) -> None:
         for partial, _ in self._files:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):  # its folder may not exist
+                partial.unlink()

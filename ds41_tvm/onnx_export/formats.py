@@ -23,6 +23,8 @@ from ds41_tvm.onnx_export.builder import Body, Function
 LARGEST = float(np.finfo(np.float32).max)
 # The rank of what cannot be selected. Not -infinity: some engines start a maximum at the least number.
 HIDDEN = -LARGEST
+# The rank of a score of -infinity that is not hidden: between that and every bf16 number.
+LOWEST = float(np.nextafter(np.float32(HIDDEN), np.float32(0)))
 
 
 def define(name: str, inputs: str, outputs: str, doc: str) -> Callable[[Callable[..., str | Sequence[str]]], Function]:

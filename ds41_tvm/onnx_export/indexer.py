@@ -6,7 +6,7 @@ import numpy as np
 from onnx import TensorProto
 
 from ds41_tvm.onnx_export.builder import Body, Function
-from ds41_tvm.onnx_export.formats import HIDDEN, LARGEST, define, round_bf16
+from ds41_tvm.onnx_export.formats import HIDDEN, LARGEST, LOWEST, define, round_bf16
 
 
 def scale_weights(heads: int, head_dim: int) -> Function:
@@ -33,8 +33,8 @@ def index_scores(heads: int) -> Function:
         transposed = b.op("Transpose", b.cast(keys, TensorProto.DOUBLE), perm=[0, 1, 3, 2])
         product = b.op("MatMul", b.cast(q, TensorProto.DOUBLE), transposed)
         dot = b.call(round_bf16, b.cast(product, TensorProto.FLOAT))
-        # Not Relu: what that does to NaN differs.
-        positive = b.op("Where", b.op("Less", dot, b.f32(0)), b.f32(0), dot)
+        # Not Relu: what that does to NaN differs between engines; here it becomes 0.
+        positive = b.op("Where", b.op("Greater", dot, b.f32(0)), dot, b.f32(0))
         weighted = b.call(round_bf16, b.op("Mul", positive, b.op("Unsqueeze", w, b.i64([3]))))
         by_head = b.ops("Split", weighted, b.i64([1] * heads), outputs=heads, axis=2)
         return b.call(round_bf16, b.op("Squeeze", b.op("Sum", *by_head), b.i64([2])))  # type: ignore[no-any-return]
@@ -52,8 +52,8 @@ def rank_scores(b: Body, scores: str, visible: str, allowed: str) -> str:
     """scores f32 [batch, tokens, T]; visible int64 [tokens]: how many; allowed bool, broadcast -> f32 like scores."""
     zero = b.f32(0)
     plain = b.op("Where", b.op("Equal", scores, zero), zero, scores)
-    # Below and above every bf16 number; -infinity counts as hidden.
-    finite = b.op("Clip", plain, b.f32(HIDDEN), b.f32(LARGEST))
+    # Below and above every bf16 number; -infinity is the last choice, above what is hidden.
+    finite = b.op("Clip", plain, b.f32(LOWEST), b.f32(LARGEST))
     ranks = b.op("Where", b.op("IsNaN", scores), b.f32(np.inf), finite)
     positions = b.arange(b.size(scores, 2))
     shown = b.op("Less", positions, b.op("Unsqueeze", visible, b.i64([1])))

@@ -47,7 +47,7 @@ def judge_step(
     for layer in layers:
         if f"selection.{layer}" in got:
             chosen, trace = got[f"selection.{layer}"], expected[layer][1]
-            rows = chosen.reshape(-1, chosen.shape[-1])
+            rows = chosen.reshape(len(trace["topk"]), chosen.shape[-1])  # may have no columns
             agree[layer] = _judge_selections(rows, trace["topk"], trace["scores"], row)
     if row.differ or row.by_rounding > max(1, int(FEW * row.selections)):
         row.ok = False

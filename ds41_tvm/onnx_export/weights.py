@@ -157,7 +157,9 @@ def read_weights(model: onnx.ModelProto, folder: Path) -> dict[str, Array]:
     for tensor in model.graph.initializer:
         if ".attn." not in tensor.name:
             continue
-        dtype = names[tensor.data_type]
+        dtype = names.get(tensor.data_type)
+        if dtype is None:
+            raise ValueError(f"{tensor.name} has the ONNX element type {tensor.data_type}")
         if tensor.data_location == TensorProto.EXTERNAL:
             entries = {entry.key: entry.value for entry in tensor.external_data}
             found[tensor.name] = np.memmap(

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds41_tvm.numerics.formats import F32
-from ds41_tvm.reference.topk import I32, TOPK, Ties
+from ds41_tvm.reference.topk import I32, TOPK, Ties, ascending
 
 
 def select_candidate_blocks(
@@ -16,7 +16,8 @@ def select_candidate_blocks(
 
     scores float32 [n, T], -infinity at positions >= visible[t]; visible [n] positions each query may see. A
     block scores the best of its `block_size` positions (the last block may be short). The block of the newest
-    visible position is always kept; then the best ones; blocks with nothing visible never.
+    visible position is always kept; then the best ones; blocks with nothing visible never. (The official code
+    tells these by a score of -infinity, and so drops a visible block too if all its scores overflow to that.)
     """
     n, length = scores.shape
     blocks = -(-length // block_size)
@@ -25,14 +26,11 @@ def select_candidate_blocks(
     best = padded.reshape(n, blocks, block_size).max(-1) if blocks else padded
     newest = (visible - 1) // block_size  # -1, no block at all, where nothing is visible
     best[np.arange(blocks) == newest[:, None]] = np.inf
-    picks = TOPK[ties](best, min(topk_blocks, blocks))
-    kept = np.full((n, topk_blocks), -1, np.int32)
-    if blocks:
-        # torch picks masked blocks too where fewer than topk_blocks are visible; those are dropped here.
-        reachable = (picks >= 0) & ~(np.take_along_axis(best, np.maximum(picks, 0), -1) == -np.inf)
-        order = np.argsort(~reachable, axis=-1, kind="stable")
-        kept[:, : picks.shape[1]] = np.take_along_axis(np.where(reachable, picks, -1), order, -1)
-    return kept
+    hidden = np.arange(blocks) > newest[:, None]
+    picks = TOPK[ties](best, min(topk_blocks, blocks), hidden)
+    # torch picks masked blocks too where fewer than topk_blocks are visible; those are dropped here.
+    picks[picks > newest[:, None]] = -1
+    return ascending(picks.astype(np.int64), topk_blocks)
 
 
 def candidate_positions(blocks: I32, block_size: int, length: int) -> NDArray[np.bool_]:

@@ -19,7 +19,8 @@ def index_scores(q: U16, keys: U16, w: U16) -> U16:
 
     q bf16 bits [n, heads, D], keys bf16 bits [T, D], both already through fp4; w bf16 bits [n, heads] from
     `scale_weights`; s bf16 bits [n, T], nothing masked. Each block's dot product is a small integer times
-    powers of two, so the float64 product is exact before its one rounding.
+    powers of two, so the float64 product is exact before its one rounding. relu(NaN) is 0: a bad key (stored as
+    NaN) does not put itself into every later selection, as it does in the official code.
     """
     n, heads, _ = q.shape
     query, key = bf16_decode(q).astype(np.float64), bf16_decode(keys).astype(np.float64)
@@ -28,15 +29,20 @@ def index_scores(q: U16, keys: U16, w: U16) -> U16:
     with np.errstate(invalid="ignore", over="ignore"):
         for head in range(heads):
             dot = _round((query[:, head] @ key.T).astype(np.float32))
-            total = total + _round(np.maximum(dot, np.float32(0)) * weight[:, head, None])
+            total = total + _round(np.fmax(dot, np.float32(0)) * weight[:, head, None])
     return bf16_encode(total)
 
 
-def mask_scores(scores: U16, visible: NDArray[np.int64], allowed: NDArray[np.bool_] | None = None) -> F32:
-    """float32 [n, T]: the score, -infinity at p >= visible[t] and where `allowed` [n, T] is false."""
-    hidden = np.arange(scores.shape[1]) >= visible[:, None]
-    if allowed is not None:
-        hidden = hidden | ~allowed
+def hidden_positions(
+    count: int, visible: NDArray[np.int64], allowed: NDArray[np.bool_] | None = None
+) -> NDArray[np.bool_]:
+    """bool [n, count]: positions p >= visible[t], and those where `allowed` [n, count] is false."""
+    hidden: NDArray[np.bool_] = np.arange(count) >= visible[:, None]
+    return hidden if allowed is None else hidden | ~allowed
+
+
+def mask_scores(scores: U16, hidden: NDArray[np.bool_]) -> F32:
+    """float32 [n, T]: the score, -infinity where hidden."""
     return np.where(hidden, np.float32(-np.inf), bf16_decode(scores))
 
 

@@ -14,7 +14,7 @@ from ds41_tvm.numerics.formats import F32, U16, bf16_encode, dequantize_weight
 from ds41_tvm.reference.attention import sparse_attention, window_indices
 from ds41_tvm.reference.candidates import candidate_positions, select_candidate_blocks
 from ds41_tvm.reference.compressor import pool_groups
-from ds41_tvm.reference.indexer import index_scores, mask_scores, scale_weights
+from ds41_tvm.reference.indexer import hidden_positions, index_scores, mask_scores, scale_weights
 from ds41_tvm.reference.linear import Accumulate, linear, linear_f32, linear_fp8
 from ds41_tvm.reference.norm import rms_norm
 from ds41_tvm.reference.output import output_groups
@@ -161,11 +161,12 @@ class Reference:
             blocks = sequence.caches[role.candidate_source].candidates
             assert blocks is not None
             allowed = candidate_positions(blocks, size, len(keys))
-        scores = mask_scores(index_scores(q, keys, w), visible, allowed)
+        hidden = hidden_positions(len(keys), visible, allowed)
+        scores = mask_scores(index_scores(q, keys, w), hidden)
         if role.is_candidate_source:
             cache.candidates = select_candidate_blocks(scores, visible, cfg.candidate_topk_blocks, size, self.ties)
             trace["candidates"] = candidate_positions(cache.candidates, size, len(keys))
-        picks = TOPK[self.ties](scores, cfg.index_topk)
+        picks = TOPK[self.ties](scores, cfg.index_topk, hidden)
         # torch also picks masked positions where too few can be reached; those not visible yet are dropped.
         picks[picks >= visible[:, None]] = -1
         cache.selection = picks

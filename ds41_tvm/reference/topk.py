@@ -12,27 +12,30 @@ from ds41_tvm.numerics.formats import F32
 from ds41_tvm.reference.introselect import best_of_introselect, best_of_partial_sort
 
 I32 = NDArray[np.int32]
+Mask = NDArray[np.bool_]
 Ties = Literal["lowest-index", "torch-cpu"]
 
 
-def topk_lowest_index(scores: F32, k: int) -> I32:
-    """Positions of the k best scores of each row, equal ones in ascending position, -infinity never.
+def topk_lowest_index(scores: F32, k: int, hidden: Mask | None = None) -> I32:
+    """Positions of the k best scores of each row, equal ones in ascending position, hidden ones never.
 
-    scores float32 [n, T], -infinity where masked; result int32 [n, k], ascending, then -1. NaN ranks above
-    every number, as in torch.
+    scores float32 [n, T]; hidden bool [n, T], None: where the score is -infinity. A score may be -infinity without
+    being hidden (a sum over heads that overflows): such a position is the last choice, but a choice, as in the
+    official code. Result int32 [n, k], ascending, then -1. NaN ranks above every number, as in torch.
     """
+    hidden = np.isneginf(scores) if hidden is None else hidden
     rank = np.where(np.isnan(scores), np.float32(np.inf), scores)
-    # A NaN and an infinity tie here; the second key puts NaN first.
-    order = np.lexsort((~np.isnan(scores), -rank), axis=-1)[:, :k]  # stable: equal keys stay in ascending position
-    reachable = np.take_along_axis(rank, order, axis=-1) > -np.inf
-    return ascending(np.where(reachable, order, -1), k)
+    # A NaN and an infinity tie in the rank; the key before it puts NaN first. Stable: equal keys stay ascending.
+    order = np.lexsort((~np.isnan(scores), -rank, hidden), axis=-1)[:, :k]
+    return ascending(np.where(np.take_along_axis(hidden, order, axis=-1), -1, order), k)
 
 
-def topk_torch_cpu(scores: F32, k: int) -> I32:
+def topk_torch_cpu(scores: F32, k: int, hidden: Mask | None = None) -> I32:
     """Positions that ``torch.topk(scores, min(k, T))`` picks on the CPU, masked ones included.
 
-    scores float32 [n, T]; result int32 [n, k], ascending, then -1. torch (``TopKImpl.h``) takes libstdc++'s
-    ``partial_sort`` where k * 64 <= T and its ``nth_element`` otherwise, ordering by "greater, NaN first".
+    scores float32 [n, T]; `hidden` is not looked at; result int32 [n, k], ascending, then -1. torch (``TopKImpl.h``)
+    takes libstdc++'s ``partial_sort`` where k * 64 <= T and its ``nth_element`` otherwise, ordering by "greater, NaN
+    first".
     """
     n, length = scores.shape
     taken = min(k, length)
@@ -60,4 +63,7 @@ def ascending(picks: NDArray[np.int64], k: int) -> I32:
     return out
 
 
-TOPK: dict[str, Callable[[F32, int], I32]] = {"lowest-index": topk_lowest_index, "torch-cpu": topk_torch_cpu}
+TOPK: dict[str, Callable[[F32, int, Mask | None], I32]] = {
+    "lowest-index": topk_lowest_index,
+    "torch-cpu": topk_torch_cpu,
+}

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds41_tvm.errors import InputError
+from ds41_tvm.runtime.device import Device
+from ds41_tvm.runtime.device_array import DeviceArray
 from ds41_tvm.runtime.ffi import import_ffi
 
 # Number formats that NumPy does not have are carried as their bits.
@@ -69,3 +71,40 @@ def _from_dlpack(value: Any, what: str) -> tuple[NDArray[Any], str]:
     if 0 in tensor.shape:  # may have no memory at all
         return np.zeros(tuple(int(n) for n in tensor.shape), dtype), name
     return np.asarray(_Memory(tensor, dtype)), name
+
+
+def borrowed(value: Any, what: str, device: Device) -> DeviceArray | None:
+    """`value` as an array of `device` over the same memory, None if it lies on the host.
+
+    A `DeviceArray`, or anything with DLPack (torch, CuPy) on that device: contiguous; bf16 as its bits. Raises
+    InputError if it lies on another device.
+    """
+    if isinstance(value, DeviceArray):
+        if value.device.dlpack != getattr(device, "dlpack", (0, 0)):
+            raise InputError(f"{what} lies on {value.device.name}; expected {device.name}")
+        return value
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack_device__"):
+        return None
+    kind, number = value.__dlpack_device__()
+    expected = getattr(device, "dlpack", (0, 0))
+    if (int(kind), int(number)) != expected:
+        if int(kind) == _CPU:
+            return None
+        raise InputError(
+            f"{what} lies on a device of DLPack type {int(kind)}, number {int(number)}; expected {expected}, "
+            f"{device.name}, or the CPU"
+        )
+    try:
+        tensor = import_ffi().from_dlpack(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise InputError(f"{what} cannot be shared through DLPack ({error})") from error
+    name = str(tensor.dtype)
+    dtype = np.dtype(_BITS.get(name, name))
+    shape = tuple(int(n) for n in tensor.shape)
+    steps, step = [], 1
+    for size in reversed(shape):
+        steps.append(step)
+        step *= size
+    if tuple(int(n) for n in tensor.strides) != tuple(reversed(steps)) and 1 not in shape and 0 not in shape:
+        raise InputError(f"{what} is not contiguous; expected rows one after the other: use .contiguous()")
+    return DeviceArray(device, tensor, tensor.data_ptr(), shape, dtype)

@@ -9,6 +9,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -16,11 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ds41_tvm.errors import AbiMismatch
+from ds41_tvm.errors import AbiMismatch, NoCudaRuntime
 
 # A bundle carries the library and its version here; an installation has them in the package apache-tvm.
 _CARRIED = Path(__file__).resolve().parents[1] / "lib"
 LIBRARY = "libtvm_runtime.so"
+CUDA_LIBRARY, CUDA_RUNTIME = "libtvm_runtime_cuda.so", "libcudart.so.13"
 
 
 class _Hide(importlib.abc.MetaPathFinder):
@@ -75,6 +77,39 @@ def load_runtime() -> Any:
     """``tvm_ffi`` with TVM's runtime in the process: modules call its thread pool, and crash without it."""
     ffi = import_ffi()
     ctypes.CDLL(str(runtime_library()[0]), ctypes.RTLD_GLOBAL)
+    return ffi
+
+
+def cuda_runtime_library() -> Path | None:
+    """NVIDIA's ``libcudart.so.13``: the bundle's, of pip packages, of a toolkit; None: only the system may know it."""
+    folders = [_CARRIED]
+    spec = importlib.util.find_spec("nvidia")
+    for place in (spec.submodule_search_locations if spec else None) or ():
+        folders += [Path(place) / "cu13" / "lib", Path(place) / "cuda_runtime" / "lib"]
+    for root in filter(None, (os.environ.get("CUDA_HOME"), "/usr/local/cuda", "/usr/local/cuda-13.0")):
+        folders += [Path(root) / "lib64", Path(root) / "lib"]
+    return next((folder / CUDA_RUNTIME for folder in folders if (folder / CUDA_RUNTIME).is_file()), None)
+
+
+@functools.cache
+def load_cuda_runtime() -> Any:
+    """As `load_runtime`, with TVM's part for CUDA. The driver must be there. Raises NoCudaRuntime."""
+    ffi = load_runtime()
+    try:
+        ctypes.CDLL(str(cuda_runtime_library() or CUDA_RUNTIME), ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise NoCudaRuntime(
+            f"{CUDA_RUNTIME} cannot be loaded ({error}); expected NVIDIA's runtime of CUDA 13: pip install "
+            f"nvidia-cuda-runtime, or run from a bundle made where it is installed"
+        ) from None
+    library = runtime_library()[0].with_name(CUDA_LIBRARY)
+    try:
+        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise NoCudaRuntime(
+            f"{library} cannot be loaded ({error}); expected TVM's runtime for CUDA: pip install "
+            f"apache-tvm==0.27.0.post1, or run from a bundle of an artefact for CUDA"
+        ) from None
     return ffi
 
 

@@ -11,20 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds41_tvm.config import FP8_LINEARS, LayerRole
-from ds41_tvm.errors import StepError
 from ds41_tvm.numerics import formats
-from ds41_tvm.packing import aligned, aligned_copy
 from ds41_tvm.program import PAD_ROWS, Kernel, Program
+from ds41_tvm.runtime.device import Array, Device
 from ds41_tvm.runtime.memory import Workspace
 from ds41_tvm.runtime.state import Caches
 from ds41_tvm.runtime.step import Groups, LayerRows, Step
 from ds41_tvm.runtime.weights import LayerWeights
 
-U16 = NDArray[np.uint16]
-Array = NDArray[Any]
 Trace = dict[str, Any]
-# Bytes of index scores held at a time: more queries than fit are processed in turn.
-SCORE_BYTES = 32 << 20
 # Linear layers that read the input or write the output of a layer.
 _OUTER_LINEARS = ("wq_a", "wkv", "compressor.wkv", "compressor.wgate", "indexer.weights_proj", "wo_b")
 
@@ -37,11 +32,19 @@ class Context:
     functions: Mapping[str, Callable[..., Any]]
     caches: Caches
     workspace: Workspace
-    threads: int
+    device: Device
     keys: str
 
     def __getitem__(self, kernel: Kernel) -> Callable[..., Any]:
         return self.functions[kernel.name]
+
+    def fitting(self, array: Array, name: str) -> Array:
+        """`array`, or a copy in scratch memory of that name if kernels cannot take it where it lies."""
+        if self.device.fits(array):
+            return array
+        out = self.workspace.get(name, array.shape, array.dtype)
+        self.device.copy(out, array)
+        return out
 
 
 class Layer:
@@ -61,23 +64,23 @@ class Layer:
         """Buffers of input and output need no rows beyond the tokens' for one token and for multiples of this."""
         return math.lcm(*(max(f) for name, f in self._linear_functions.items() if name in _OUTER_LINEARS))
 
-    def forward(self, x: U16, step: Step, trace: Trace | None, out: U16 | None = None) -> U16:
+    def forward(self, x: Array, step: Step, trace: Trace | None, out: Array | None = None) -> Array:
         """Output bf16 bits ``[tokens, dim]``; `x` bf16 bits in an aligned buffer of `tokens` + PAD_ROWS rows, or fewer:
         see `whole_rows`.
 
         The output is a new array, or the first rows of `out`, a buffer like that of x.
         """
         c, n, p, ctx = self.context.program.config, step.tokens, self.context.program, self.context
-        rope = step.rope[self.role.ratio > 0]
+        rope = step.plan.rope[self.role.ratio > 0]
         qr = self._rows("qr", n, c.q_lora_rank)
         ctx[p.norm(c.q_lora_rank)](self._linear("wq_a", x, n)[:n], self.weights.norm["q_norm"], qr[:n])
         q = self._rows("q", n, c.n_heads, c.head_dim)
         flat_q = self._linear("wq_b", qr, n)[:n].reshape(n, c.n_heads, c.head_dim)
         ctx[p.rope(c.n_heads, c.head_dim)](flat_q, rope, q[:n])
 
-        rows = LayerRows(aligned((n, formats.row_bytes("window", c.head_dim)), np.uint8))
+        rows = step.rows[self.role.layer]
         kv = self._norm_rope("wkv", "kv_norm", x, n, c.head_dim, rope)
-        ctx[p.pack("window", 1, c.head_dim)](kv, self._arange(n), rows.window.reshape(n, 1, -1))
+        ctx[p.pack("window", 1, c.head_dim)](kv, step.plan.rows, rows.window.reshape(n, 1, -1))
         if self.role.kind == "full":
             self._compress(x, step, rows, trace)
         if self.role.kind in ("full", "reindex"):
@@ -90,26 +93,36 @@ class Layer:
         ctx[p.rope(c.n_heads, c.head_dim, True)](o[:n], rope, back[:n])
         grouped = self._linear("wo_a", back.reshape(len(back), -1), n)
         if out is None:
-            out = aligned((n + PAD_ROWS, c.dim), np.uint16)
+            out = ctx.device.empty((n + PAD_ROWS, c.dim), np.uint16)
         self._linear("wo_b", grouped, n, out)
         if trace is not None:
-            trace.update(qr=qr[:n].copy(), q=q[:n].copy(), o=o[:n].copy(), out=out[:n].copy())
+            trace.update({k: ctx.device.download(a[:n]) for k, a in {"qr": qr, "q": q, "o": o, "out": out}.items()})
         return out[:n]
+
+    def mark_done(self, step: Step) -> None:
+        """What the step knows once this layer has run: its rows, and whose index keys were published last."""
+        step.done[self.role.layer] = step.rows[self.role.layer]
+        self._publish(step)
+
+    def _publish(self, step: Step) -> None:
+        if self.role.kind == "full":
+            for i, completes in enumerate(step.groups[self.role.ratio].completes):
+                if completes:
+                    step.published[i] = self.role.layer
 
     # ---- compressed positions
 
-    def _compress(self, x: U16, step: Step, rows: LayerRows, trace: Trace | None) -> None:
+    def _compress(self, x: Array, step: Step, rows: LayerRows, trace: Trace | None) -> None:
         """Latents and index keys of the groups that complete, written into the sequence's blocks."""
         c, n, p, ctx = self.context.program.config, step.tokens, self.context.program, self.context
         layer, ratio = self.role.layer, self.role.ratio
         groups = step.groups[ratio]
-        count = len(groups.row)
-        if ratio > 1:
+        count = groups.count
+        if rows.members is not None:
             kv, gate = (
-                self._linear(name, x, n, aligned((n + PAD_ROWS, c.head_dim), np.float32))[:n]
-                for name in ("compressor.wkv", "compressor.wgate")
+                self._linear(name, x, n, out)[:n]
+                for name, out in zip(("compressor.wkv", "compressor.wgate"), rows.members, strict=True)
             )
-            rows.members = (kv, gate)
             if not count:
                 return
             pooled = self._rows("pooled", count, c.head_dim)[:count]
@@ -125,38 +138,35 @@ class Layer:
         ctx[p.rope(1, c.head_dim)](latent[:count].reshape(count, 1, -1), groups.rope, turned)
         latents = ctx.caches.latents(layer)
         ctx[p.pack("latent", 1, c.head_dim)](turned, groups.row, latents.reshape(len(latents), 1, -1))
-        for i, completes in enumerate(groups.completes):
-            if completes:
-                step.published[i] = layer
+        self._publish(step)
         if trace is not None:
-            trace["latent"] = latent[:count].copy()
+            trace["latent"] = ctx.device.download(latent[:count])
 
-    def _select(self, x: U16, qr: U16, step: Step, rows: LayerRows, trace: Trace | None) -> None:
+    def _select(self, x: Array, qr: Array, step: Step, rows: LayerRows, trace: Trace | None) -> None:
         """The compressed positions that each query attends to, ``rows.selection``; a candidate source's blocks too."""
         c, n, p, ctx = self.context.program.config, step.tokens, self.context.program, self.context
         heads, dim = c.index_n_heads, c.index_head_dim
         turned = self._rows("index_rope", n, heads, dim)[:n]
-        ctx[p.rope(heads, dim)](self._linear("indexer.wq_b", qr, n)[:n].reshape(n, heads, dim), step.rope[True], turned)
+        ctx[p.rope(heads, dim)](
+            self._linear("indexer.wq_b", qr, n)[:n].reshape(n, heads, dim), step.plan.rope[True], turned
+        )
         q = self._rows("index_q", n, heads, formats.row_bytes("index", dim), dtype=np.uint8)[:n]
-        ctx[p.pack("index", heads, dim)](turned, self._arange(n), q)
+        ctx[p.pack("index", heads, dim)](turned, step.plan.rows, q)
         w = self._rows("index_weights", n, heads)[:n]
         ctx[p.scale_weights()](self._linear("indexer.weights_proj", x, n)[:n], w)
-        rows.selection = aligned((n, c.index_topk), np.int32)
-        if self.role.is_candidate_source:
-            rows.candidates = aligned((n, c.candidate_topk_blocks), np.int32)
         allowed = None
         if self.role.candidate_source is not None:
-            allowed = self._source(step, self.role.candidate_source).candidates
-        width = max(1, int(step.groups[self.role.ratio].total.max(initial=0)))
+            allowed = step.done[self.role.candidate_source].candidates
+        width = max(1, int(step.groups[self.role.ratio].most.max(initial=0)))
         scores = np.full((n, width), 0xFF80, np.uint16) if trace is not None else None
         for first, last, key_layer in self._key_runs(step):
             self._select_run(step, rows, q, w, allowed, first, last, key_layer, scores)
         if trace is not None:
-            trace["index_q"] = formats.dequantize_index(*formats.unpack_index_row(q, dim))
-            trace["index_weights"] = w.copy()
+            trace["index_q"] = formats.dequantize_index(*formats.unpack_index_row(ctx.device.download(q), dim))
+            trace["index_weights"] = ctx.device.download(w)
             trace["scores"] = scores
             if rows.candidates is not None:
-                trace["candidates"] = rows.candidates.copy()
+                trace["candidates"] = ctx.device.download(rows.candidates)
 
     def _key_runs(self, step: Step) -> Iterator[tuple[int, int, int]]:
         """Runs of tokens (first, last + 1, layer whose keys they score), see `Runner` on `keys`."""
@@ -173,107 +183,108 @@ class Layer:
             yield first, last, layer
 
     def _select_run(
-        self, step: Step, rows: LayerRows, q: Array, w: U16, allowed: Array | None, begin: int, end: int,
-        key_layer: int, scores: Array | None,
+        self, step: Step, rows: LayerRows, q: Array, w: Array, allowed: Array | None, begin: int, end: int,
+        key_layer: int, scores: NDArray[np.uint16] | None,
     ) -> None:  # fmt: skip
-        """Score and select the tokens begin..end - 1, as many at a time as their scores fit `SCORE_BYTES`."""
+        """Score and select the tokens begin..end - 1, as many at a time as their scores fit `Device.score_bytes`."""
         c, p, ctx = self.context.program.config, self.context.program, self.context
-        groups = step.groups[self.role.ratio]
+        groups, table = step.groups[self.role.ratio], self._table(step, key_layer)
         size, exact_ties = c.candidate_block_size, p.ties == "torch-cpu"
-        width = max(1, int(groups.total[begin:end].max(initial=0)))
+        width = ctx.device.leap(max(1, int(groups.most[begin:end].max(initial=0))))
         used = 0
         if allowed is not None:
-            used = min(allowed.shape[1], -(-width // size))
-            columns = width if exact_ties else used * size
-        else:
-            columns = width
-        table = self._table(step, key_layer, width)
-        chunk = max(1, SCORE_BYTES // (2 * columns))
+            # Elsewhere than on the host, all columns: they stay one piece of memory, and kernels skip those without.
+            used = min(allowed.shape[1], -(-width // size)) if ctx.device.on_host else allowed.shape[1]
+        columns = width if allowed is None or exact_ties else used * size
+        chunk = max(1, ctx.device.score_bytes // (2 * columns))
+        assert rows.selection is not None  # every layer with an indexer has memory for one
         for first in range(begin, end, chunk):
             last = min(end, first + chunk)
             part = slice(first, last)
-            visible, total = aligned_copy(groups.visible[part]), aligned_copy(groups.total[part])
+            visible = ctx.fitting(groups.visible[part], "visible")
+            total = ctx.fitting(groups.total[part], "total") if exact_ties else None
             s = ctx.workspace.get("scores", (last - first, columns), np.uint16)
-            common = (aligned_copy(q[part]), aligned_copy(w[part]), ctx.caches.keys(key_layer), table,
-                      aligned_copy(step.sequence[part]), visible)  # fmt: skip
-            chosen = ctx.workspace.get("chosen", (last - first, c.index_topk), np.int32)
+            common = (ctx.fitting(q[part], "some q"), ctx.fitting(w[part], "some w"), ctx.caches.keys(key_layer), table,
+                      ctx.fitting(step.plan.sequence[part], "some sequence"), visible)  # fmt: skip
+            place, chosen = self._target(rows.selection[part], "chosen")
+            blocks = None
             if allowed is None:
                 ctx[p.scores(False)](*common, s)
                 self._topk(c.index_topk, s, total, visible, chosen)
             else:
-                blocks = aligned_copy(np.ascontiguousarray(allowed[part, :used]))
+                some = allowed[part] if used == allowed.shape[1] else np.ascontiguousarray(allowed[part, :used])
+                blocks = ctx.fitting(some, "some blocks")
                 ctx[p.scores(True)](*common, blocks, s)
                 if exact_ties:
                     self._topk(c.index_topk, s, total, visible, chosen)
                 else:
-                    limit = _candidate_columns(blocks, visible, size)
+                    limit = ctx.workspace.get("limit", (last - first,), np.int32)
+                    ctx[p.candidate_limit()](blocks, visible, limit)
                     ctx[p.topk(c.index_topk, True)](s, limit, blocks, chosen)
-            assert rows.selection is not None  # made by _select
-            rows.selection[part] = chosen
+            if place is not chosen:
+                ctx.device.copy(place, chosen)
             if rows.candidates is not None:
-                self._candidates(s, total, visible, rows.candidates[part])
+                self._candidates(s, groups, visible, part, rows.candidates[part])
             if scores is not None:
-                _spread_scores(scores[part], s, None if allowed is None or exact_ties else blocks, size, visible)
+                of_blocks = None if blocks is None or exact_ties else ctx.device.download(blocks)
+                _spread_scores(scores[part], ctx.device.download(s), of_blocks, size, ctx.device.download(visible))
 
-    def _candidates(self, s: U16, total: Array, visible: Array, out: Array) -> None:
+    def _candidates(self, s: Array, groups: Groups, visible: Array, part: slice, out: Array) -> None:
         """The best candidate blocks of each query, ascending, into `out`."""
         c, p, ctx = self.context.program.config, self.context.program, self.context
-        size, n = c.candidate_block_size, len(s)
-        best = ctx.workspace.get("block_scores", (n, -(-s.shape[1] // size)), np.uint16)
+        n, columns = s.shape
+        best = ctx.workspace.get("block_scores", (n, -(-columns // c.candidate_block_size)), np.uint16)
         ctx[p.block_scores()](s, visible, best)
-        chosen = ctx.workspace.get("chosen_blocks", (n, c.candidate_topk_blocks), np.int32)
-        self._topk(c.candidate_topk_blocks, best, -(-total // size), -(-visible // size), chosen)
-        out[:] = chosen
+        place, chosen = self._target(out, "chosen_blocks")
+        assert groups.visible_blocks is not None  # planned for the ratio of the candidate source
+        assert groups.total_blocks is not None
+        total = ctx.fitting(groups.total_blocks[part], "total_blocks")
+        self._topk(c.candidate_topk_blocks, best, total, ctx.fitting(groups.visible_blocks[part], "limit"), chosen)
+        if place is not chosen:
+            ctx.device.copy(place, chosen)
 
-    def _topk(self, k: int, s: U16, total: Array, limit: Array, out: Array) -> None:
+    def _target(self, array: Array, name: str) -> tuple[Array, Array]:
+        """`array`, and where a kernel can write its values: there, or in scratch memory of that name."""
+        if self.context.device.fits(array):
+            return array, array
+        return array, self.context.workspace.get(name, array.shape, array.dtype)
+
+    def _topk(self, k: int, s: Array, total: Array, limit: Array, out: Array) -> None:
         function = self.context[self.context.program.topk(k)]
         if self.context.program.ties == "torch-cpu":
-            function(s, aligned_copy(total), aligned_copy(limit), out)
+            function(s, total, limit, out)
         else:
-            function(s, aligned_copy(limit), out)
+            function(s, limit, out)
 
-    def _table(self, step: Step, key_layer: int, width: int) -> Array:
-        """Block table of `key_layer` for `width` positions; block 0, all zeros, where it has none."""
-        table = step.groups[self.context.program.config.role(key_layer).ratio].table
-        blocks = -(-width // self.context.program.block_rows)
-        if table.shape[1] >= blocks:
-            return table
-        return aligned_copy(np.pad(table, ((0, 0), (0, blocks - table.shape[1]))))
+    def _table(self, step: Step, key_layer: int) -> Array:
+        """Block table of `key_layer`; block 0, all zeros, where it has none."""
+        return step.groups[self.context.program.config.role(key_layer).ratio].table
 
     # ---- attention
 
     def _attend(self, q: Array, step: Step, rows: LayerRows, o: Array) -> None:
-        ctx = self.context
+        ctx, plan = self.context, step.plan
         args: tuple[Array, ...] = (
-            q, rows.window, ctx.caches.rings.arrays[self.role.layer], self.weights.sink, step.position, step.sequence,
-            step.start, step.base, step.slot,
+            q, rows.window, ctx.caches.rings.arrays[self.role.layer], self.weights.sink, plan.position, plan.sequence,
+            plan.start, plan.base, plan.slot,
         )  # fmt: skip
         if self.role.ratio:
             assert self.role.kv_source is not None  # every compressed layer has its sources
             assert self.role.index_source is not None
-            selection = self._source(step, self.role.index_source).selection
+            selection = step.done[self.role.index_source].selection
             assert selection is not None  # an index source leaves one
             groups: Groups = step.groups[self.role.ratio]
             args += (ctx.caches.latents(self.role.kv_source), groups.table, selection)
-        # With fewer queries than threads, the heads of a query are shared out.
-        split = next((s for s in sorted(self._attention) if s * step.tokens >= ctx.threads), max(self._attention))
+        # With fewer queries than the device runs at a time, the heads of a query are shared out.
+        split = next(
+            (s for s in sorted(self._attention) if s * step.tokens >= ctx.device.parallel), max(self._attention)
+        )
         self._attention[split](*args, o)
-
-    def _source(self, step: Step, layer: int) -> LayerRows:
-        if layer not in step.done:
-            raise StepError(
-                f"layer {self.role.layer} reads what layer {layer} leaves in the step, and that has not run; call "
-                f"runner.forward for the layers in ascending order"
-            )
-        return step.done[layer]
 
     # ---- rows
 
     def _rows(self, name: str, n: int, *shape: int, dtype: Any = np.uint16) -> Array:
         return self.context.workspace.get(name, (n + PAD_ROWS, *shape), dtype)
-
-    def _arange(self, n: int) -> Array:
-        return aligned_copy(np.arange(n, dtype=np.int64))
 
     def _linear(self, name: str, x: Array, n: int, out: Array | None = None) -> Array:
         """The padded output rows of a linear layer for the first n rows of the padded `x`."""
@@ -285,7 +296,7 @@ class Layer:
         if out is None:
             out = self._rows(name, n, linear.n)
         functions = self._linear_functions[name]
-        rows = min(functions) if n == 1 else max(functions)
+        rows = 1 if n <= linear.few else linear.rows
         tiles = -(-n // rows)
         functions[rows](
             x[: tiles * rows].reshape(tiles, rows, -1),
@@ -304,18 +315,17 @@ class Layer:
         return turned
 
 
-def _candidate_columns(blocks: Array, visible: Array, size: int) -> Array:
-    """How many columns of compact candidate scores are positions: only the last block can be visible in part."""
-    count = (blocks >= 0).sum(1)
-    newest = np.take_along_axis(blocks, np.maximum(count - 1, 0)[:, None], 1)[:, 0]
-    limit = np.where(count > 0, np.minimum((count - 1) * size + visible - newest * size, count * size), 0)
-    return aligned_copy(limit.astype(np.int32))
-
-
-def _spread_scores(out: Array, s: Array, blocks: Array | None, size: int, visible: Array) -> None:
+def _spread_scores(
+    out: NDArray[np.uint16],
+    s: NDArray[np.uint16],
+    blocks: NDArray[np.int32] | None,
+    size: int,
+    visible: NDArray[np.int32],
+) -> None:
     """Put the scores of a run into columns that are positions."""
     if blocks is None:
-        out[:, : s.shape[1]] = s
+        columns = min(s.shape[1], out.shape[1])
+        out[:, :columns] = s[:, :columns]
         return
     position = np.where(blocks[..., None] >= 0, blocks[..., None] * size + np.arange(size), -1).reshape(len(s), -1)
     token, column = np.nonzero((position >= 0) & (position < visible[:, None]))

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import heapq
-import mmap
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds41_tvm.packing import aligned
-
-
-def zero_pages(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """A zeroed, page-aligned array whose pages take memory only once they are written."""
-    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    out: NDArray[Any] = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size).view(dtype).reshape(shape)
-    return out
+from ds41_tvm.runtime.device import Array, Device, Host
 
 
 class RowPool:
@@ -25,13 +17,16 @@ class RowPool:
     Units are handed out lowest first and are zero when they are; unit 0 is never handed out and stays zero.
     """
 
-    def __init__(self, unit: int, rows: dict[Any, tuple[tuple[int, ...], Any]]) -> None:
-        self.unit = unit
+    def __init__(self, unit: int, rows: dict[Any, tuple[tuple[int, ...], Any]], device: Device | None = None) -> None:
+        self.unit, self.device = unit, device or Host()
         self._kinds = rows
         self._units = 1
         self._fresh = 1  # units from here on were never handed out
         self._free: list[int] = []
-        self.arrays = {key: zero_pages((unit, *shape), dtype) for key, (shape, dtype) in rows.items()}
+        self.changes = 0  # times that the arrays moved
+        self.arrays: dict[Any, Array] = {
+            key: self.device.zeros((unit, *shape), dtype) for key, (shape, dtype) in rows.items()
+        }
 
     @property
     def unit_bytes(self) -> int:
@@ -48,7 +43,7 @@ class RowPool:
         if self._free:
             unit = heapq.heappop(self._free)
             for array in self.arrays.values():
-                array[unit * self.unit : (unit + 1) * self.unit] = 0
+                self.device.fill(array[unit * self.unit : (unit + 1) * self.unit], 0)
             return unit
         if self._fresh == self._units:
             self._grow()
@@ -59,30 +54,42 @@ class RowPool:
         """Hand a unit back."""
         heapq.heappush(self._free, unit)
 
+    def read(self, key: Any, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """A host copy of some rows of an array."""
+        return self.device.gather(self.arrays[key], rows)
+
+    def write(self, key: Any, rows: NDArray[np.int64], values: NDArray[Any]) -> None:
+        """Write host rows into some rows of an array."""
+        self.device.scatter(self.arrays[key], rows, values)
+
     def _grow(self) -> None:
         # Doubling copies every row once on average; pages beyond the used rows stay untouched and cost nothing.
         units = max(4, 2 * self._units)
         for key, (shape, dtype) in self._kinds.items():
-            larger = zero_pages((units * self.unit, *shape), dtype)
-            larger[: self._fresh * self.unit] = self.arrays[key][: self._fresh * self.unit]
+            larger = self.device.zeros((units * self.unit, *shape), dtype)
+            used = slice(0, self._fresh * self.unit)
+            self.device.copy(larger[used], self.arrays[key][used])
             self.arrays[key] = larger
         self._units = units
+        self.changes += 1
 
 
 class Workspace:
     """Scratch buffers by name, kept and grown from call to call. What a buffer holds on arrival is arbitrary."""
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, NDArray[np.uint8]] = {}
+    def __init__(self, device: Device | None = None) -> None:
+        self._device = device or Host()
+        self._buffers: dict[str, Array] = {}
+        self.changes = 0  # times that a buffer came or grew: addresses hold until the next one
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    def get(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """An aligned C-contiguous view of the named buffer; the last view of the same name shares its bytes."""
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.nbytes < size:
-            buffer = self._buffers[name] = aligned(size, np.uint8)
-        out: NDArray[Any] = buffer[:size].view(dtype).reshape(shape)
-        return out
+            buffer = self._buffers[name] = self._device.empty((size,), np.uint8)
+            self.changes += 1
+        return buffer[:size].view(dtype).reshape(*shape)
 
     @property
     def nbytes(self) -> int:
@@ -92,4 +99,4 @@ class Workspace:
     def fill(self, byte: int) -> None:
         """Overwrite every buffer: tests use it to show that nothing is read before it is written."""
         for buffer in self._buffers.values():
-            buffer[:] = byte
+            self._device.fill(buffer, byte)

@@ -30,7 +30,6 @@ Rows = tuple["RowPool", Any, NDArray[np.int64]]  # pool, key of its array, rows
 
 def save_sequence(caches: Caches, sequence: Sequence, path: Path) -> None:
     """Write `sequence` to `path`; a file that is there already is replaced once the new one is complete."""
-    positions = _positions(caches, sequence)
     metadata = {
         **_identity(caches),
         "target": caches.program.target.name,
@@ -39,7 +38,7 @@ def save_sequence(caches: Caches, sequence: Sequence, path: Path) -> None:
         "draft": str(caches.program.draft),
         "published": "" if sequence.published is None else str(sequence.published),
     }
-    places = _places(caches, sequence, positions)
+    places = stored_rows(caches, sequence)
     specs = {
         name: Spec(pool.arrays[key].dtype, (len(rows), *pool.arrays[key].shape[1:]))
         for name, (pool, key, rows) in places.items()
@@ -47,8 +46,7 @@ def save_sequence(caches: Caches, sequence: Sequence, path: Path) -> None:
 
     def make(name: str) -> NDArray[Any]:
         pool, key, rows = places[name]
-        taken: NDArray[Any] = pool.arrays[key][rows]
-        return taken
+        return pool.read(key, rows)
 
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -82,7 +80,7 @@ def restore_sequence(caches: Caches, path: Path) -> Sequence:
         # Rows older than what was saved count as overwritten; so no ring holds more here than it did there.
         sequence.highest = max(length, highest - draft + caches.program.draft)
         saved = _saved_positions(caches, length, highest, draft)
-        places = _places(caches, sequence, _positions(caches, sequence))
+        places = stored_rows(caches, sequence)
         file.check(
             {
                 name: Spec(pool.arrays[key].dtype, (_count(name, saved, caches, length), *pool.arrays[key].shape[1:]))
@@ -92,11 +90,16 @@ def restore_sequence(caches: Caches, path: Path) -> Sequence:
         file.verify()
         for name, (pool, key, rows) in places.items():
             values = file.tensor(name)
-            pool.arrays[key][rows] = values[len(values) - len(rows) :]
+            pool.write(key, rows, values[len(values) - len(rows) :])
     except BaseException:
         sequence.close()
         raise
     return sequence
+
+
+def stored_rows(caches: Caches, sequence: Sequence) -> dict[str, Rows]:
+    """Where the rows of a sequence lie, by the tensor names of a file: pool, key of its array, rows of that array."""
+    return _places(caches, sequence, _positions(caches, sequence))
 
 
 def _identity(caches: Caches) -> dict[str, str]:

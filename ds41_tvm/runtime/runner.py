@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ds41_tvm.config import AttentionConfig
 from ds41_tvm.cpu_features import request_tiles
 from ds41_tvm.errors import ConfigError, InputError, StepError, TargetError, UsedConcurrently
-from ds41_tvm.packing import ALIGNMENT
+from ds41_tvm.numerics.formats import row_bytes
 from ds41_tvm.program import PAD_ROWS, Program
 from ds41_tvm.reference.rope import rope_frequencies
-from ds41_tvm.runtime.arrays import as_array
+from ds41_tvm.runtime.arrays import as_array, borrowed
+from ds41_tvm.runtime.device import Array, Device, Host
+from ds41_tvm.runtime.graph import StepGraph
 from ds41_tvm.runtime.layer import Context, Layer
 from ds41_tvm.runtime.memory import Workspace
 from ds41_tvm.runtime.persist import restore_sequence
@@ -26,9 +27,8 @@ from ds41_tvm.runtime.state import Caches, Sequence
 from ds41_tvm.runtime.step import LayerRows, Step, plan_step
 from ds41_tvm.runtime.threads import check_threads, use_threads
 from ds41_tvm.runtime.trace import add_positions
-from ds41_tvm.runtime.weights import LayerWeights, pack_layer
+from ds41_tvm.runtime.weights import LayerWeights, pack_layer, to_device
 
-Array = NDArray[Any]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -59,7 +59,7 @@ class Runner:
     result does not depend on how a prompt is cut into steps; or ``published``, as the official code does: the keys of
     the layer that last completed a group, which in a decode step in the middle of a group is a later layer in the step
     before. A runner and its sequences belong to one Python thread at a time. `weights_digest`: names the weights, if
-    known, in saved sequences.
+    known, in saved sequences. `device`: where caches, weights and scratch memory lie and kernels run; None: the host.
 
     Raises TargetError if this machine lacks a feature that the kernels were compiled for.
     """
@@ -72,10 +72,11 @@ class Runner:
         threads: int | None = None,
         keys: str = "own",
         weights_digest: str = "",
+        device: Device | None = None,
     ) -> None:
         if keys not in ("own", "published"):
             raise ConfigError(f"keys is {keys!r}; expected 'own' or 'published'")
-        missing = program.target.missing_here()
+        missing = program.target.missing_here() if program.target.kind == "cpu" else ()
         if missing or (program.target.has("amx-tile") and not request_tiles()):
             raise TargetError(
                 f"the kernels were compiled for {program.target.name}; this machine lacks "
@@ -84,11 +85,13 @@ class Runner:
         self.program = program
         self.config = program.config
         self.layers = program.layers
-        self.caches = Caches(program)
+        self.device: Device = device or Host(check_threads(threads))
+        self.caches = Caches(program, self.device)
         self.caches.identity.update(keys=keys, weights=weights_digest)
         self._lock = threading.Lock()
-        self.workspace = Workspace()
-        self._context = Context(program, functions, self.caches, self.workspace, check_threads(threads), keys)
+        self.workspace = Workspace(self.device)
+        bound = self.device.bind(functions)
+        self._context = Context(program, bound, self.caches, self.workspace, self.device, keys)
         self._layers = {layer: self._bind(layer, weights) for layer in self.layers}
         self._frequencies = {key: rope_frequencies(self.config, int(key)) for key in (False, True)}
 
@@ -96,12 +99,12 @@ class Runner:
         packed = weights.get(layer)
         if not isinstance(packed, LayerWeights):
             packed = pack_layer(self.program, self.config.role(layer), weights)
-        return Layer(self._context, self.config.role(layer), packed)
+        return Layer(self._context, self.config.role(layer), to_device(packed, self.device))
 
     @property
     def threads(self) -> int:
-        """Threads that kernels run on."""
-        return self._context.threads
+        """Threads that kernels run on; on a device, the tasks that fill it."""
+        return self.device.parallel
 
     def weight_bytes(self, layer: int) -> int:
         """Bytes of a layer's packed weights: what a decode step reads at least."""
@@ -117,19 +120,23 @@ class Runner:
         return restore_sequence(self.caches, Path(path))
 
     @_one_thread
-    def step(self, parts: Iterable[tuple[Sequence, int]]) -> Step:
+    def step(self, parts: Iterable[tuple[Sequence, int]], like: Step | None = None, stream: Any = None) -> Step:
         """Plan a step that feeds `count` new tokens to each (sequence, count), rows in that order; 0 tokens are fine.
 
         Nothing changes until `commit`; a step that is never committed leaves its sequences as they were. Planning new
         tokens of a sequence makes older uncommitted steps with it stale: both would write the same cache rows. Raises
         StepError (not a sequence of this runner, given twice, negative count) and StateError (closed, too long).
+
+        `like`: an earlier step of the same shape, committed or given up, whose memory is used again: a graph that was
+        captured over that step then runs this one. `stream`: of a device, see `forward`.
         """
-        return plan_step(self.caches, self._frequencies, parts)
+        if like is not None and (not isinstance(like, Step) or like.caches is not self.caches):
+            raise StepError("the step given as `like` was not planned by this runner; use one of runner.step(...)")
+        with self.device.using(stream):
+            return plan_step(self.caches, self._frequencies, parts, like)
 
     @_one_thread
-    def forward(
-        self, layer: int, x: Any, step: Step, trace: bool = False, out: Any = None
-    ) -> NDArray[np.uint16] | tuple[NDArray[np.uint16], dict[str, Any]]:
+    def forward(self, layer: int, x: Any, step: Step, trace: bool = False, out: Any = None, stream: Any = None) -> Any:
         """Attention output of `layer` for the tokens of `step`: bf16 ``[tokens, dim]``, of the dtype that x has.
 
         x: ``[tokens, dim]`` of bf16, as uint16 bits, ml_dtypes.bfloat16 or anything with DLPack on the CPU (torch
@@ -139,6 +146,10 @@ class Runner:
         otherwise through a buffer of the runner. The layers of a step run in ascending order, since later ones read
         what earlier ones select. With `trace`, also a dictionary of intermediates, see `runtime.trace`. Raises
         InputError, StepError and StateError before anything runs, UsedConcurrently, AfterFork.
+
+        On a device, x and `out` may lie there (DLPack: torch, CuPy; contiguous): nothing is copied or waited for, and
+        without `out` the answer is a `DeviceArray`. A host array is uploaded, and the answer comes back as one. Work
+        goes to `stream` (a handle, or a stream of torch or CuPy), None for ``runner.device.stream``.
         """
         if layer not in self._layers:
             raise StepError(f"layer {layer!r} is not part of this runner; expected one of {list(self.layers)}")
@@ -146,9 +157,12 @@ class Runner:
             raise StepError("the step was not planned by this runner; use runner.step(...)")
         step.check_current()
         self._check_sources(layer, step)
+        if not self.device.on_host:
+            with self.device.using(stream):
+                return self._forward_on_device(layer, x, step, trace, out)
         shape = (step.tokens, self.config.dim)
         bits, dtype = _bits(x, "x", shape)
-        target = None if out is None else _bits(out, "out", shape)[0]
+        target: Any = None if out is None else _bits(out, "out", shape)[0]
         if target is not None and not target.flags.writeable:
             raise InputError("out is read-only; expected an array that can be written")
         traced: dict[str, Any] | None = {} if trace else None
@@ -158,11 +172,11 @@ class Runner:
         else:
             use_threads(self.threads)
             whole = step.tokens == 1 or step.tokens % self.rows_in_place(layer) == 0
-            if not (whole and _in_place(bits)):
+            if not (whole and self.device.fits(bits)):
                 padded = self.workspace.get("x", (step.tokens + PAD_ROWS, self.config.dim), np.uint16)
                 padded[: step.tokens] = bits
                 bits = padded
-            direct = target if target is not None and whole and _in_place(target) else None
+            direct = target if target is not None and whole and self.device.fits(target) else None
             result = self._layers[layer].forward(bits, step, traced, direct)
             if target is not None and direct is None:
                 target[...] = result
@@ -174,6 +188,88 @@ class Runner:
             return result
         add_positions(self, layer, step, traced)
         return result, traced
+
+    def _forward_on_device(self, layer: int, x: Any, step: Step, trace: bool, out: Any) -> Any:
+        shape, device = (step.tokens, self.config.dim), self.device
+        mine, dtype = self._here(x, "x", shape)
+        target = None if out is None else self._here(out, "out", shape)[0]
+        if isinstance(target, np.ndarray) and not target.flags.writeable:
+            raise InputError("out is read-only; expected an array that can be written")
+        traced: dict[str, Any] | None = {} if trace else None
+        if step.tokens == 0:
+            step.done.setdefault(layer, step.rows[layer])
+            result: Any = np.zeros(shape, np.uint16) if isinstance(mine, np.ndarray) else mine
+        else:
+            whole = step.tokens == 1 or step.tokens % self.rows_in_place(layer) == 0
+            if isinstance(mine, np.ndarray) or not (whole and device.fits(mine)):
+                padded = self.workspace.get("x", (step.tokens + PAD_ROWS, self.config.dim), np.uint16)
+                source = device.upload(mine) if isinstance(mine, np.ndarray) else mine
+                device.copy(padded[: step.tokens], source)
+                bits = padded
+            else:
+                bits = mine
+            on_device = target is not None and not isinstance(target, np.ndarray)
+            direct = target if on_device and whole and device.fits(target) else None
+            result = self._layers[layer].forward(bits, step, traced, direct)
+            if on_device and direct is None:
+                device.copy(target, result)
+            elif isinstance(target, np.ndarray):
+                target[...] = device.download(result)
+            elif target is None and isinstance(mine, np.ndarray):
+                result = device.download(result)
+        if out is not None:
+            result = out
+        elif dtype is not None:
+            result = result.view(dtype)
+        if traced is None:
+            return result
+        add_positions(self, layer, step, traced)
+        return result, traced
+
+    def _here(self, value: Any, what: str, shape: tuple[int, int]) -> tuple[Array, Any]:
+        """`value` as an array of the device if it lies there, else as one of the host; the dtype to answer in."""
+        array = borrowed(value, what, self.device)
+        if array is None:
+            return _bits(value, what, shape)
+        if array.dtype != np.uint16 or tuple(array.shape) != shape:
+            raise InputError(
+                f"{what} is {array.dtype} {list(array.shape)} on the device; this step needs bf16 {list(shape)} "
+                f"(tokens, dim)"
+            )
+        return array, None
+
+    def array_in_place(self, layer: int, value: Any, what: str, shape: tuple[int, int]) -> Array | None:
+        """`value` as an array of the device that this layer's kernels take where it lies; None if they cannot."""
+        array, _ = self._here(value, what, shape)
+        whole = shape[0] == 1 or shape[0] % self.rows_in_place(layer) == 0
+        return array if not isinstance(array, np.ndarray) and whole and self.device.fits(array) else None
+
+    def run_layer(self, layer: int, x: Array, step: Step, out: Array) -> None:
+        """`forward` between arrays that kernels take where they lie, without a check."""
+        self._layers[layer].forward(x, step, None, out)
+
+    def signature(self, step: Step) -> tuple[Any, ...]:
+        """Equal for two steps if a graph captured over one runs the other: shapes, and every address that it holds."""
+        pools = (self.caches.rings, *self.caches.members.values(), *self.caches.blocks.values())
+        shapes = tuple(
+            (group.count, self.device.leap(max(1, int(group.most.max(initial=0))))) for group in step.groups.values()
+        )
+        keys = tuple(step.published) if self._context.keys == "published" else ()
+        first = next(iter(step.memory.values()))
+        place = first.ctypes.data if self.device.on_host else first.address
+        return (step.counts, shapes, keys, place, tuple(pool.changes for pool in pools), self.workspace.changes)
+
+    @_one_thread
+    def capture(self, step: Step, x: Mapping[int, Any], out: Mapping[int, Any]) -> StepGraph:
+        """A graph of all layers for `step` and its likes, with inputs and outputs by layer; see `StepGraph`."""
+        return StepGraph(self, step, x, out)
+
+    @_one_thread
+    def replayed(self, step: Step) -> None:
+        """Tell that a graph of another library, captured over a step of the same `signature`, ran all layers of it."""
+        step.check_current()
+        for layer in self.layers:
+            self._layers[layer].mark_done(step)
 
     def rows_in_place(self, layer: int) -> int:
         """Numbers of tokens of which `forward` of this layer uses the caller's memory: 1 and the multiples of this."""
@@ -189,7 +285,7 @@ class Runner:
                 )
 
     @_one_thread
-    def commit(self, step: Step) -> None:
+    def commit(self, step: Step, stream: Any = None) -> None:
         """Make the step's tokens part of their sequences. All layers of the runner must have run on it.
 
         Raises StepError if a layer has not run, or the step was committed before or no longer fits its sequences.
@@ -200,29 +296,34 @@ class Runner:
         waiting = [layer for layer in self.layers if layer not in step.done]
         if waiting:
             raise StepError(f"layers {waiting} have not run on this step; run all of {list(self.layers)} before commit")
+        if step.tokens:
+            with self.device.using(stream):
+                if step.graph is not None:
+                    step.graph.keep_rows()
+                else:
+                    self.keep_rows(step)
         for i, sequence in enumerate(step.sequences):
             if step.counts[i]:
-                self._keep_rows(step, i, sequence)
                 sequence.published = step.published[i]
                 sequence.advance(sequence.length + step.counts[i])
         step.committed = True
 
-    def _keep_rows(self, step: Step, i: int, sequence: Sequence) -> None:
-        """Write the last rows of the step into the sequence's rings."""
-        end, base = int(step.start[i]) + step.counts[i], int(step.base[i]) - int(step.start[i])
-        ring = self.caches.window_ring
-        position = np.arange(max(int(step.start[i]), end - ring), end)
-        place = sequence.slot * ring + position % ring
+    def keep_rows(self, step: Step) -> None:
+        """Copy the last rows of each sequence into its rings."""
+        if self.device.on_host:
+            use_threads(self.threads)
+        c, context = self.config, self._context
+        copy, size = context[self.program.copy_rows(row_bytes("window", c.head_dim))], 4 * c.head_dim
         for layer in self.layers:
-            self.caches.rings.arrays[layer][place] = step.done[layer].window[base + position]
+            copy(step.done[layer].window, *step.plan.keep, self.caches.rings.arrays[layer])
         for ratio, pool in self.caches.members.items():
-            position = np.arange(max(int(step.start[i]), end - pool.unit), end)
-            place = sequence.member_slots[ratio] * pool.unit + position % pool.unit
+            copy, keep = context[self.program.copy_rows(size)], step.groups[ratio].keep
+            assert keep is not None  # planned for every ratio above 1
             for layer in self.caches.sources[ratio]:
                 members = step.done[layer].members
                 assert members is not None  # every source of ratio above 1 leaves them
-                for which, values in enumerate(members):
-                    pool.arrays[layer][place, which] = values[base + position]
+                for values, place in zip(members, keep[1:], strict=True):
+                    copy(values.view(np.uint8), keep[0], place, pool.arrays[layer].view(np.uint8).reshape(-1, size))
 
 
 def _no_rows(config: AttentionConfig) -> LayerRows:
@@ -241,8 +342,3 @@ def _bits(x: Any, what: str, shape: tuple[int, int]) -> tuple[Array, Any]:
     if array.shape != shape:
         raise InputError(f"{what} has shape {tuple(array.shape)}; this step needs {shape} (tokens, dim)")
     return array, x.dtype if isinstance(x, np.ndarray) and name == "bfloat16" else None
-
-
-def _in_place(array: Array) -> bool:
-    """Whether a kernel can take the array as it is (what `aligned_copy` checks, too)."""
-    return array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % ALIGNMENT == 0

@@ -17,26 +17,28 @@ from numpy.typing import NDArray
 from ds41_tvm.errors import StateError
 from ds41_tvm.numerics import formats
 from ds41_tvm.program import Program
+from ds41_tvm.runtime.device import Array, Device, Host
 from ds41_tvm.runtime.memory import RowPool
 
 
 class Caches:
-    """The pools of one runner."""
+    """The pools of one runner, in the memory of its device."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, device: Device | None = None) -> None:
         c = self.config = program.config
+        self.device = device or Host()
         self.program = program
         self.identity: dict[str, str] = {}  # of the runner: what saved sequences are checked against
         self.window_ring = c.window_size + program.draft
         roles = [c.role(layer) for layer in program.layers]
         row = (formats.row_bytes("window", c.head_dim),)
-        self.rings = RowPool(self.window_ring, dict.fromkeys(program.layers, (row, np.uint8)))
+        self.rings = RowPool(self.window_ring, dict.fromkeys(program.layers, (row, np.uint8)), self.device)
         self.sources = {
             ratio: tuple(r.layer for r in roles if r.kind == "full" and r.ratio == ratio)
             for ratio in sorted({r.ratio for r in roles if r.kind == "full"})
         }
         self.members = {
-            ratio: RowPool(ratio + program.draft, dict.fromkeys(layers, ((2, c.head_dim), np.float32)))
+            ratio: RowPool(ratio + program.draft, dict.fromkeys(layers, ((2, c.head_dim), np.float32)), self.device)
             for ratio, layers in self.sources.items()
             if ratio > 1
         }
@@ -49,15 +51,16 @@ class Caches:
                     for layer in layers
                     for what, shape in (("latent", latent), ("key", key))
                 },
+                self.device,
             )
             for ratio, layers in self.sources.items()
         }
 
-    def latents(self, layer: int) -> NDArray[np.uint8]:
+    def latents(self, layer: int) -> Array:
         """All latent rows of a source layer: uint8 [rows, bytes]."""
         return self.blocks[self.config.role(layer).ratio].arrays[layer, "latent"]
 
-    def keys(self, layer: int) -> NDArray[np.uint8]:
+    def keys(self, layer: int) -> Array:
         """All index key rows of a source layer: uint8 [rows, bytes]."""
         return self.blocks[self.config.role(layer).ratio].arrays[layer, "key"]
 
@@ -71,6 +74,7 @@ class Sequence:
         # Rings hold the positions from `highest - ring` on: what was written there last, taken back or not.
         self.highest = 0
         self.published: int | None = None
+        self.written = 0  # groups of the first so many tokens may have been written, taken back or not
         self.stamp = 0  # another number after every change: a step that knows an older one is stale
         self.slot = caches.rings.take()
         self.member_slots = {ratio: pool.take() for ratio, pool in caches.members.items()}
@@ -154,11 +158,27 @@ class Sequence:
 
     def reserve(self, length: int) -> None:
         """Have blocks for the groups of `length` tokens."""
+        if length > self.length:
+            self._clear_published_keys()
+            self.written = max(self.written, length)
         for ratio, blocks in self._blocks.items():
             needed = -(-(length // ratio) // self._caches.program.block_rows)
             if needed > len(blocks):
                 blocks.extend(self._caches.blocks[ratio].take() for _ in range(needed - len(blocks)))
                 self._tables[ratio] = np.array(blocks, np.int32)
+
+    def _clear_published_keys(self) -> None:
+        """Zero what tokens that were taken back, or steps never committed, left past the end of the published keys.
+
+        With published keys a layer of a lower ratio scores rows there, zeros in the official code. Nothing else does.
+        """
+        if self.published is None or self._caches.identity.get("keys") != "published":
+            return
+        ratio = self._caches.config.role(self.published).ratio
+        end = min(self.written // ratio, len(self._blocks[ratio]) * self._caches.program.block_rows)
+        rows = self.rows(ratio, np.arange(self.length // ratio, end))
+        zeros = np.zeros((len(rows), formats.row_bytes("index", self._caches.config.index_head_dim)), np.uint8)
+        self._caches.blocks[ratio].write((self.published, "key"), rows, zeros)
 
     def table(self, ratio: int) -> NDArray[np.int32]:
         """Block numbers of the sequence's groups, int32."""
@@ -188,26 +208,26 @@ class Sequence:
         c, ring = self._caches.config, self._caches.window_ring
         positions = np.arange(max(0, self.length - c.window_size), self.length)
         out = np.zeros((c.window_size, c.head_dim), np.uint16)
-        rows = self._caches.rings.arrays[layer][self.slot * ring + positions % ring]
+        rows = self._caches.rings.read(layer, self.slot * ring + positions % ring)
         out[positions % c.window_size] = formats.dequantize_window(*formats.unpack_window_row(rows, c.head_dim))
         return out
 
     def compress_kv_cache(self, layer: int) -> NDArray[np.uint16]:
         """Dequantised latents: bf16 bits [length // ratio, head_dim]; `layer` is a source layer."""
-        rows = self._compressed(layer, self._caches.latents)
+        rows = self._compressed(layer, "latent")
         return formats.dequantize_latent(*formats.unpack_latent_row(rows, self._caches.config.head_dim))
 
     def index_k_cache(self, layer: int) -> NDArray[np.uint16]:
         """Dequantised index keys: bf16 bits [length // ratio, index_head_dim]; `layer` is a source layer."""
-        rows = self._compressed(layer, self._caches.keys)
+        rows = self._compressed(layer, "key")
         return formats.dequantize_index(*formats.unpack_index_row(rows, self._caches.config.index_head_dim))
 
-    def _compressed(self, layer: int, array: Any) -> NDArray[np.uint8]:
+    def _compressed(self, layer: int, what: str) -> NDArray[np.uint8]:
         self.check_open()
         self._check_layer(layer, [x for layers in self._caches.sources.values() for x in layers], "a source of latents")
         ratio = self._caches.config.role(layer).ratio
-        rows: NDArray[np.uint8] = array(layer)[self.rows(ratio, np.arange(self.length // ratio))]
-        return rows
+        rows = self.rows(ratio, np.arange(self.length // ratio))
+        return self._caches.blocks[ratio].read((layer, what), rows)
 
     def _check_layer(self, layer: int, known: Any, what: str) -> None:
         if layer not in known:

@@ -1,4 +1,7 @@
-"""The plan of a step: which token sits where, made once on the host and shared by all layers."""
+"""The plan of a step: which token sits where, made once on the host and shared by all layers.
+
+What kernels read of it goes to the device in one upload, and beside it lie the rows that the layers will leave.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds41_tvm.errors import StateError, StepError
-from ds41_tvm.packing import aligned_copy
+from ds41_tvm.numerics.formats import row_bytes
+from ds41_tvm.program import PAD_ROWS
 from ds41_tvm.reference.rope import rope_table
+from ds41_tvm.runtime.device import Array
 from ds41_tvm.runtime.state import Caches, Sequence
 
 I32 = NDArray[np.int32]
@@ -23,24 +28,43 @@ F32 = NDArray[np.float32]
 class Groups:
     """What a compression ratio adds to a plan. G groups complete in the step, sequence after sequence, ascending."""
 
-    member: I64  # [G, ratio] row of the step, or -1 - row of the member ring
-    first: I64  # [G] row of the step's last member: where a ratio-1 latent comes from
-    rope: F32  # [G, pairs, 2] at position group * ratio
-    row: I64  # [G] pool row
-    visible: I32  # [n] groups that lie wholly at or before each token
-    total: I32  # [n] groups of the token's sequence after the step
-    table: I32  # [sequences, blocks]
+    count: int  # G
+    most: I32  # [n] groups of the token's sequence after the step, on the host
     completes: tuple[bool, ...]  # whether the step completes a group, by sequence
+    # On the device:
+    member: Array  # int64 [G, ratio]: row of the step, or -1 - row of the member ring
+    rope: Array  # f32 [G, pairs, 2] at position group * ratio
+    row: Array  # int64 [G]: pool row
+    visible: Array  # int32 [n]: groups that lie wholly at or before each token
+    total: Array  # int32 [n]: `most`
+    table: Array  # int32 [sequences, blocks]
+    visible_blocks: Array | None  # int32 [n]: candidate blocks of the visible groups (ratio of the candidate source)
+    total_blocks: Array | None
+    keep: tuple[Array, Array, Array] | None  # int64: rows of the step that the member rings keep, and where (kv, gate)
 
 
 @dataclass
 class LayerRows:
     """What one layer leaves in a step until it is committed: rows for the rings, and results for consumer layers."""
 
-    window: NDArray[np.uint8]
-    members: tuple[F32, F32] | None = None
-    selection: I32 | None = None
-    candidates: I32 | None = None
+    window: Array  # uint8 [n, bytes]
+    members: tuple[Array, Array] | None = None  # f32 [n + PAD_ROWS, head_dim]: kv, gate
+    selection: Array | None = None  # int32 [n, index_topk]
+    candidates: Array | None = None  # int32 [n, candidate_topk_blocks]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What kernels read of a step, on the device; fields as in `Step`."""
+
+    start: Array
+    base: Array
+    slot: Array
+    sequence: Array
+    position: Array
+    rows: Array  # int64 [n]: 0, 1, 2, ...
+    rope: Mapping[bool, Array]  # by "is compressed": f32 [n, pairs, 2]
+    keep: tuple[Array, Array]  # int64: rows of the step that the window rings keep, and where
 
 
 @dataclass
@@ -55,12 +79,16 @@ class Step:
     slot: I32 = field(repr=False)  # [sequences] place in the window rings
     sequence: I32 = field(repr=False)  # [n]
     position: I32 = field(repr=False)  # [n]
-    rope: Mapping[bool, F32] = field(repr=False)  # by "is compressed": [n, pairs, 2]
+    plan: Plan = field(repr=False)
     groups: Mapping[int, Groups] = field(repr=False)  # by ratio
-    done: dict[int, LayerRows] = field(default_factory=dict, repr=False)  # by layer
+    rows: dict[int, LayerRows] = field(repr=False)  # by layer: memory for what it leaves
+    memory: Mapping[str, Array] = field(repr=False)  # all of that, by name
+    done: dict[int, LayerRows] = field(default_factory=dict, repr=False)  # by layer: those that ran
     published: list[int | None] = field(default_factory=list, repr=False)
     stamps: tuple[int, ...] = field(default=(), repr=False)  # of the sequences, when the step was planned
     committed: bool = False
+    graph: Any = None  # the `StepGraph` that ran it
+    replaced: bool = False  # a later step was planned into its memory
 
     @property
     def tokens(self) -> int:
@@ -75,6 +103,8 @@ class Step:
         """
         if self.committed:
             raise StepError("the step is committed already; plan a new one with runner.step(...)")
+        if self.replaced:
+            raise StepError("another step was planned like this one and has its memory now; run and commit that one")
         for i, sequence in enumerate(self.sequences):
             sequence.check_open()
             if sequence.stamp != self.stamps[i]:
@@ -84,7 +114,12 @@ class Step:
                 )
 
 
-def plan_step(caches: Caches, frequencies: Mapping[bool, F32], parts: Iterable[tuple[Sequence, int]]) -> Step:
+def plan_step(
+    caches: Caches,
+    frequencies: Mapping[bool, F32],
+    parts: Iterable[tuple[Sequence, int]],
+    like: Step | None = None,
+) -> Step:
     """Plan `count` new tokens for each (sequence, count); see `Runner.step`."""
     pairs = _checked(caches, parts)
     sequences, counts = tuple(s for s, _ in pairs), tuple(n for _, n in pairs)
@@ -92,26 +127,122 @@ def plan_step(caches: Caches, frequencies: Mapping[bool, F32], parts: Iterable[t
     start = np.array([s.length for s in sequences], np.int64)
     base = np.cumsum(count) - count
     sequence = np.repeat(np.arange(len(counts)), count)
-    position = np.arange(count.sum()) - base[sequence] + start[sequence]
-    for s, n in pairs:
-        s.reserve(s.length + n)
-        if n:
+    n = len(sequence)
+    position = np.arange(n) - base[sequence] + start[sequence]
+    for s, new in pairs:
+        s.reserve(s.length + new)
+        if new:
             s.touch()
-    groups = {ratio: _plan_groups(caches, frequencies[True], ratio, sequences, start, count, base, sequence, position)
-              for ratio in caches.sources}  # fmt: skip
+    slot = np.array([s.slot for s in sequences], np.int64)
+    host: dict[str, NDArray[Any]] = {
+        name: values.astype(np.int32)
+        for name, values in (
+            ("start", start), ("base", base), ("slot", slot), ("sequence", sequence), ("position", position),
+        )
+    }  # fmt: skip
+    arrays: dict[str, NDArray[Any]] = {**host, "rows": np.arange(n)}
+    for key, f in frequencies.items():
+        arrays[f"rope {key}"] = rope_table(f, position)
+    end = (start + count)[sequence]
+    arrays["keep"], arrays["keep to"] = _kept(caches.window_ring, slot, sequence, position, end)
+    completed: dict[int, tuple[I32, tuple[bool, ...]]] = {}
+    width = caches.device.leap(max([1, *(len(s.table(ratio)) for s in sequences for ratio in caches.sources)]))
+    for ratio in caches.sources:
+        made = _plan_groups(caches, frequencies[True], ratio, sequences, start, count, base, sequence, position, width)
+        arrays |= {f"{ratio} {name}": array for name, array in made.items()}
+        completed[ratio] = arrays[f"{ratio} total"], tuple(bool(d) for d in (start + count) // ratio - start // ratio)
+    scratch = _row_specs(caches, n)
+    if like is not None:
+        _check_like(like, arrays, n)
+    placed = caches.device.place(arrays, scratch, None if like is None else like.memory)
     return Step(
-        caches,
-        sequences,
-        counts,
-        _i32(start),
-        _i32(base),
-        _i32(np.array([s.slot for s in sequences])),
-        _i32(sequence),
-        _i32(position),
-        {key: aligned_copy(rope_table(f, position)) for key, f in frequencies.items()},
-        groups,
+        caches=caches,
+        sequences=sequences,
+        counts=counts,
+        start=host["start"],
+        base=host["base"],
+        slot=host["slot"],
+        sequence=host["sequence"],
+        position=host["position"],
+        plan=Plan(
+            start=placed["start"],
+            base=placed["base"],
+            slot=placed["slot"],
+            sequence=placed["sequence"],
+            position=placed["position"],
+            rows=placed["rows"],
+            rope={key: placed[f"rope {key}"] for key in frequencies},
+            keep=(placed["keep"], placed["keep to"]),
+        ),
+        groups={ratio: _groups(placed, ratio, *completed[ratio]) for ratio in caches.sources},
+        rows={layer: _layer_rows(placed, layer) for layer in caches.program.layers},
+        memory=placed,
         published=[s.published for s in sequences],
         stamps=tuple(s.stamp for s in sequences),
+    )
+
+
+def _check_like(like: Step, arrays: Mapping[str, NDArray[Any]], n: int) -> None:
+    """Raises StepError unless a step with these arrays fits the memory of `like`; takes it from that step."""
+    for name, array in arrays.items():
+        if tuple(like.memory[name].shape) != array.shape:
+            raise StepError(
+                f"the step is not like the given one: {name} has the shape {list(array.shape)}, there it is "
+                f"{list(like.memory[name].shape)} ({n} tokens here, {like.tokens} there); plan it without `like`"
+            )
+    like.replaced = not like.committed
+
+
+def _kept(ring: int, slot: I64, sequence: I64, position: I64, end: I64) -> tuple[I64, I64]:
+    """Rows of the step among the last `ring` of their sequence, and their places in the rings."""
+    rows = np.nonzero(position >= end - ring)[0]
+    return rows, slot[sequence[rows]] * ring + position[rows] % ring
+
+
+def _row_specs(caches: Caches, n: int) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shapes and dtypes of what the layers will leave."""
+    c = caches.config
+    specs: dict[str, tuple[tuple[int, ...], Any]] = {}
+    for layer in caches.program.layers:
+        role = c.role(layer)
+        specs[f"window {layer}"] = ((n, row_bytes("window", c.head_dim)), np.uint8)
+        if role.kind == "full" and role.ratio > 1:
+            for name in ("kv", "gate"):
+                specs[f"{name} {layer}"] = ((n + PAD_ROWS, c.head_dim), np.float32)
+        if role.kind in ("full", "reindex"):
+            specs[f"selection {layer}"] = ((n, c.index_topk), np.int32)
+        if role.is_candidate_source:
+            specs[f"candidates {layer}"] = ((n, c.candidate_topk_blocks), np.int32)
+    return specs
+
+
+def _layer_rows(placed: Mapping[str, Array], layer: int) -> LayerRows:
+    kv, gate = placed.get(f"kv {layer}"), placed.get(f"gate {layer}")
+    return LayerRows(
+        placed[f"window {layer}"],
+        None if kv is None else (kv, gate),
+        placed.get(f"selection {layer}"),
+        placed.get(f"candidates {layer}"),
+    )
+
+
+def _groups(placed: Mapping[str, Array], ratio: int, most: I32, completes: tuple[bool, ...]) -> Groups:
+    def get(name: str) -> Any:
+        return placed.get(f"{ratio} {name}")
+
+    return Groups(
+        count=len(get("row")),
+        most=most,
+        completes=completes,
+        member=get("member"),
+        rope=get("rope"),
+        row=get("row"),
+        visible=get("visible"),
+        total=get("total"),
+        table=get("table"),
+        visible_blocks=get("visible_blocks"),
+        total_blocks=get("total_blocks"),
+        keep=None if get("keep") is None else (get("keep"), get("keep kv"), get("keep gate")),
     )
 
 
@@ -149,35 +280,37 @@ def _plan_groups(
     base: I64,
     sequence: I64,
     position: I64,
-) -> Groups:
+    width: int,
+) -> dict[str, NDArray[Any]]:
+    """Arrays of `Groups` by name; `width`: columns of the block table."""
     first, last = start // ratio, (start + count) // ratio
     done = last - first
     owner = np.repeat(np.arange(len(sequences)), done)
     group = np.arange(done.sum()) - np.repeat(np.cumsum(done) - done, done) + first[owner]
     member_position = group[:, None] * ratio + np.arange(ratio)
     row = base[owner][:, None] + member_position - start[owner][:, None]
+    out: dict[str, NDArray[Any]] = {}
     if ratio > 1:
         ring = caches.members[ratio].unit
         slot = np.array([s.member_slots[ratio] for s in sequences], np.int64)
         old = slot[owner][:, None] * ring + member_position % ring
         row = np.where(member_position >= start[owner][:, None], row, -1 - old)
-    tables = [s.table(ratio) for s in sequences]
-    # A width that grows in leaps: kernels are indifferent to it, and it keeps shapes few.
-    table = np.zeros((len(sequences), max([1, *(len(t) for t in tables)])), np.int32)
-    for i, blocks in enumerate(tables):
+        out["keep"], place = _kept(ring, slot, sequence, position, (start + count)[sequence])
+        out["keep kv"], out["keep gate"] = 2 * place, 2 * place + 1
+    # Of one width for all ratios: with published keys, a table serves queries of another ratio. Block 0 is all zeros.
+    table = np.zeros((len(sequences), width), np.int32)
+    for i, s in enumerate(sequences):
+        blocks = s.table(ratio)
         table[i, : len(blocks)] = blocks
     rows = [s.rows(ratio, group[owner == i]) for i, s in enumerate(sequences)]
-    return Groups(
-        aligned_copy(np.ascontiguousarray(row, np.int64)),
-        aligned_copy(np.ascontiguousarray(row[:, -1], np.int64)),
-        aligned_copy(rope_table(frequencies, group * ratio)),
-        aligned_copy(np.concatenate([np.zeros(0, np.int64), *rows])),
-        _i32((position + 1) // ratio),
-        _i32(last[sequence]),
-        aligned_copy(table),
-        tuple(bool(d) for d in done),
-    )
-
-
-def _i32(values: NDArray[Any]) -> I32:
-    return aligned_copy(np.ascontiguousarray(values, np.int32))
+    out["member"] = row
+    out["rope"] = rope_table(frequencies, group * ratio)
+    out["row"] = np.concatenate([np.zeros(0, np.int64), *rows])
+    out["visible"] = ((position + 1) // ratio).astype(np.int32)
+    out["total"] = last[sequence].astype(np.int32)
+    out["table"] = table
+    c, source = caches.config, caches.config.candidate_source_layer
+    if source in caches.program.layers and c.role(source).ratio == ratio:
+        size = c.candidate_block_size
+        out["visible_blocks"], out["total_blocks"] = -(-out["visible"] // size), -(-out["total"] // size)
+    return out

@@ -14,6 +14,7 @@ from ds41_tvm.errors import MissingTensor, WrongDtype, WrongShape
 from ds41_tvm.packing import aligned_copy, pack_linear
 from ds41_tvm.program import Linear, Program
 from ds41_tvm.runtime.arrays import as_array
+from ds41_tvm.runtime.device import Device
 
 _DTYPES = {"bf16": "uint16", "fp8": "uint8", "f32": "float32"}
 
@@ -49,6 +50,21 @@ def pack_layer(program: Program, role: LayerRole, weights: Mapping[str, Any]) ->
     )
 
 
+def to_device(weights: LayerWeights, device: Device) -> LayerWeights:
+    """The same weights in the memory of a device; what lies there already stays."""
+    if device.on_host:
+        return weights
+
+    def move(array: Any) -> Any:
+        return device.upload(array) if isinstance(array, np.ndarray) else array
+
+    return LayerWeights(
+        {name: tuple(map(move, packed)) for name, packed in weights.linear.items()},
+        {name: move(array) for name, array in weights.norm.items()},
+        move(weights.sink),
+    )
+
+
 def norm_sizes(config: AttentionConfig, role: LayerRole) -> dict[str, int]:
     """Lengths of a layer's norm weights by official name."""
     norms = {"q_norm": config.q_lora_rank, "kv_norm": config.head_dim}
@@ -80,8 +96,10 @@ _MEANING = {"uint16": "bf16 bits", "uint8": "e4m3 codes or e8m0 scales", "float3
 
 
 def _pack(reader: _Reader, name: str, linear: Linear) -> tuple[NDArray[Any], ...]:
-    weight = reader.get(f"{name}.weight", (linear.n, linear.k), _DTYPES[linear.weight])
+    # The codes of wo_a have names of their own, see `load_checkpoint`.
+    codes, scales = ("e4m3", "e8m0") if name == "wo_a" and linear.weight == "fp8" else ("weight", "scale")
+    weight = reader.get(f"{name}.{codes}", (linear.n, linear.k), _DTYPES[linear.weight])
     if linear.weight != "fp8":
         return pack_linear(linear, weight)
-    scale = reader.get(f"{name}.scale", (-(-linear.n // 32), -(-linear.k // 32)), "uint8")
+    scale = reader.get(f"{name}.{scales}", (-(-linear.n // 32), -(-linear.k // 32)), "uint8")
     return pack_linear(linear, weight, scale)

@@ -99,7 +99,7 @@ def test_compile_command(tiny, tmp_path, capsys):
     assert ds41_tvm.open_artifact(out, expect=found["digest"]).digest == found["digest"]
     assert cli.run(["compile", "--config", "tiny", "--checkpoint", str(folder), "--out", out]) == 2
     assert "either" in capsys.readouterr().err
-    assert cli.run(["compile", "--config", "tiny", "--target", "cuda:sm_90", "--out", out]) == 2
-    assert "CUDA" in capsys.readouterr().err
+    assert cli.run(["compile", "--config", "tiny", "--target", "cuda:sm_9", "--out", out]) == 2
+    assert "did you mean 'sm_90'?" in capsys.readouterr().err
     assert cli.run(["compile", "--config", "tiny", "--layers", "3", "--out", out]) == 2
     assert "layer 2 is missing" in capsys.readouterr().err

@@ -86,6 +86,20 @@ def test_errors_of_the_package_become_one_message(kind, code, monkeypatch, capsy
     assert capsys.readouterr().err == "ds41-tvm: it is so\n"
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (PermissionError(13, "Permission denied", "a"), "a: Permission denied"),
+        (OSError(21, "Is a directory", "a", None, "b"), "b: Is a directory"),
+    ],
+)
+def test_what_the_system_refuses_is_no_defect(error, message, monkeypatch, capsys):
+    with_verb(error)(monkeypatch)
+    assert cli.run(["doctor"]) == 1
+    assert capsys.readouterr().err == f"ds41-tvm: {message}\n"
+
+
 def test_an_unexpected_error_says_how_to_report_it(monkeypatch, capsys):
     with_verb(ZeroDivisionError("by nothing\nsecond line"))(monkeypatch)
     assert cli.run(["doctor"]) == 70

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -286,6 +288,27 @@ def test_interruption_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("name", "word"), [("SIGTERM", "terminated"), ("SIGHUP", "hung up")])
+def test_a_signal_ends_a_run_and_leaves_nothing(name: str, word: str, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys, time, tvm_ffi, ds41_tvm.compiler.build\n"
+        "from ds41_tvm import cli\nfrom ds41_tvm.cli import run_layers\n"
+        "def wait():\n"
+        f"    os.kill(os.getpid(), signal.{name})\n"
+        "    time.sleep(60)\n"
+        # As during a compilation, where TVM calls back.
+        "run_layers.build = lambda *_, **__: tvm_ffi.convert(wait)()\n"
+        "sys.argv = ['ds41-tvm', 'run', '--output', os.environ['TMPDIR'] + '/o.npz']\n"
+        "cli.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    assert done.stderr.splitlines()[-1] == f"ds41-tvm: {word}"
+    assert done.returncode == 128 + getattr(signal, name)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_output_file_replaces_only_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "o.npy"
     path.write_text("old")
@@ -298,6 +321,14 @@ def test_output_file_replaces_only_when_complete(tmp_path: Path) -> None:
         file.write({"out": np.arange(3)})
     np.testing.assert_array_equal(np.load(path), np.arange(3))
     assert [p.name for p in tmp_path.iterdir()] == ["o.npy"]
+
+
+def test_output_file_must_be_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.npy")
+    (tmp_path / "folder.npy").mkdir()
+    for name, words in (("pipe", "no regular file"), ("folder", "a directory"), ("x" * 300, "cannot be written")):
+        with pytest.raises(UsageError, match=words):
+            OutputFile(tmp_path / f"{name}.npy", 1, True)
 
 
 def test_input_is_read_in_both_forms(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Kernels by name, in every form: the plain one with rows in parallel, and the CPU's own program."""
+"""Kernels by name, in every form: the plain one with rows in parallel, the CPU's own program, and the GPU's, run on the
+processor as OpenCL.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,25 @@ import pytest
 import tvm
 
 from ds41_tvm.compiler.targets import tvm_target
-from ds41_tvm.program import kernel
+from ds41_tvm.proof import opencl_functions
+from ds41_tvm.program import kernel, scores_form
 from ds41_tvm.schedule.cpu import plain_kernel, schedule
 from ds41_tvm.schedule.cpu.rowwise import schedule_rowwise
 from ds41_tvm.target import parse_target
 
-FORMS = ["plain", *[t for t in ("cpu", "cpu:x86-64-v3") if not parse_target(t).missing_here()]]
-V4 = "cpu:x86-64-v4"
+FORMS = ["plain", *[t for t in ("cpu", "cpu:x86-64-v3") if not parse_target(t).missing_here()], "opencl"]
+V4 = "cpu:x86-64-v4", "cpu:x86-64-v4+vnni+vbmi"
 
 _compiled: dict[Any, Callable[..., Any]] = {}
 
 
 def _compile(form: str, op: str, params: dict[str, Any]) -> Callable[..., Any]:
+    if form == "opencl":
+        wanted = kernel(op, **{name: "cuda" if name == "form" else value for name, value in params.items()})
+        return opencl_functions([wanted])[wanted.name]
     target = parse_target("cpu" if form == "plain" else form)
+    if op == "index_scores" and form != "plain":
+        params = {**params, **scores_form(target, params["dim"])}
     rule, func = schedule(kernel(op, **params))
     plain = form == "plain" or rule == "rowwise"
     key = target, plain, op, tuple(params.items())
@@ -60,4 +68,4 @@ def compile_as() -> Callable[..., Callable[..., Any]]:
 @pytest.fixture(scope="session")
 def forms() -> list[str]:
     """All forms that run here."""
-    return FORMS + ([V4] if not parse_target(V4).missing_here() else [])
+    return FORMS + [target for target in V4 if not parse_target(target).missing_here()]

@@ -45,10 +45,12 @@ def test_the_best_of_each_block(call: Any, compiled: Any, size: int, width: int)
 
 @pytest.mark.parametrize(("k", "size"), [(3, 3), (6, 8), (40, 3)])
 def test_with_top_k_it_is_the_references_choice(call: Any, compiled: Any, k: int, size: int) -> None:
-    """Also where more blocks are wanted than exist; finite scores, as index scores are."""
+    """Also where more blocks are wanted than exist, and where visible scores are NaN or infinite."""
     rng = np.random.default_rng(k)
     width = 64
     s = bf16_encode(rng.choice([-1.0, 0.0, -0.0, 0.5, 2.0], size=(50, width)).astype(np.float32))
+    s[20:40] = bf16_encode(rng.choice(np.array(VALUES, np.float32), size=(20, width)))
+    s[30:, : width // 2] = 0xFF80
     visible = rng.integers(0, width + 1, size=50).astype(np.int32)
     blocks = -(-width // size)
     best = call(compiled("block_scores", size=size), [s, visible], (50, blocks), np.uint16)

@@ -13,7 +13,7 @@ from ds41_tvm.reference.indexer import index_scores, scale_weights
 from ds41_tvm.reference.quantize import pack_rows, unpack_rows
 
 MASKED = 0xFF80
-DENSE = [(3, 32, 4), (17, 64, 3), (2, 128, 8)]  # heads, dim, rows of a block
+DENSE = [(3, 32, 4), (17, 64, 3), (2, 128, 8), (3, 256, 3)]  # heads, dim, rows of a block
 
 
 @dataclass
@@ -87,7 +87,9 @@ def candidates(s: Scene, size: int, count: int, seed: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize(("heads", "dim", "size", "spread"), [(3, 32, 3, 0), (3, 32, 3, 1), (17, 64, 8, 0)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "size", "spread"), [(3, 32, 3, 0), (3, 32, 3, 1), (17, 64, 8, 0), (5, 128, 8, 0), (2, 256, 3, 1)]
+)
 @pytest.mark.parametrize(("longest", "count"), [(20, 3), (700, 180), (5, 9)])
 def test_positions_of_candidate_blocks(
     call: Any, compiled: Any, heads: int, dim: int, size: int, spread: int, longest: int, count: int
@@ -107,9 +109,10 @@ def test_positions_of_candidate_blocks(
     np.testing.assert_array_equal(got, expected)
 
 
-def test_bad_keys_and_queries_stay_in_their_columns_and_rows(call: Any, compiled: Any) -> None:
-    s = scene(3, 32, 4, [30, 30, 30, 30])
-    function = compiled("index_scores", heads=3, dim=32, block_rows=4, candidate_block=0, spread=0)
+@pytest.mark.parametrize("dim", [32, 128])
+def test_bad_keys_and_queries_stay_in_their_columns_and_rows(call: Any, compiled: Any, dim: int) -> None:
+    s = scene(3, dim, 4, [30, 30, 30, 30])
+    function = compiled("index_scores", heads=3, dim=dim, block_rows=4, candidate_block=0, spread=0)
     good = call(function, s.inputs, (4, 30), np.uint16)
     s.q[1] = 0xFF
     owner = int(s.sequence[2])
@@ -119,6 +122,8 @@ def test_bad_keys_and_queries_stay_in_their_columns_and_rows(call: Any, compiled
     touched[1] = True
     touched[s.sequence == owner, 17] = True
     np.testing.assert_array_equal(got[~touched], good[~touched])
+    # relu(NaN) is 0, so NaN products count nothing.
+    np.testing.assert_array_equal(got[touched], 0)
 
 
 def test_no_queries(call: Any, compiled: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from onnx import TensorProto, numpy_helper
 import ds41_tvm
 from ds41_tvm.checkpoint import random_input, synthetic_weights
 from ds41_tvm.config import AttentionConfig
-from ds41_tvm.errors import ConfigError, MissingTensor, UsageError, WrongDtype, WrongShape
+from ds41_tvm.errors import ConfigError, Ds41Error, MissingTensor, UsageError, WrongDtype, WrongShape
 from ds41_tvm.numerics import formats as f
 from ds41_tvm.onnx_export import weights as onnx_weights
 from ds41_tvm.onnx_export.engines import model_inputs, onnxruntime_engine
@@ -181,3 +182,15 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path) -> None:
         export_onnx(TINY, broken, path, weights_as="external")
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["pipe", "folder", "none/m.onnx", "loop/m.onnx", "x" * 300])
+def test_places_that_cannot_be_written(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(Ds41Error, match="cannot be written"):
+        export_onnx(TINY, WEIGHTS, tmp_path / name, layers=[0])
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "pipe").is_fifo()

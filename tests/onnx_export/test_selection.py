@@ -33,6 +33,11 @@ def tied_scores(seed: int, rows: int, length: int, odd: bool = True) -> np.ndarr
     return f.bf16_encode(x)
 
 
+def expected_selection(scores: np.ndarray, visible: np.ndarray, k: int) -> np.ndarray:
+    hidden = ref_indexer.hidden_positions(scores.shape[1], visible)
+    return topk_lowest_index(ref_indexer.mask_scores(scores, hidden), k, hidden)
+
+
 def pad(chosen: np.ndarray, k: int) -> np.ndarray:
     out = np.full((*chosen.shape[:-1], k), -1)
     out[..., : chosen.shape[-1]] = chosen
@@ -45,7 +50,7 @@ def test_selection(run: Run, length: int) -> None:
     ranks = run(indexer.rank_scores, f.bf16_decode(scores)[None], visible, EVERYTHING)
     got = run(topk.select_best(6), ranks)[0]
     assert got.shape == (12, min(6, length))
-    np.testing.assert_array_equal(pad(got, 6), topk_lowest_index(ref_indexer.mask_scores(scores, visible), 6))
+    np.testing.assert_array_equal(pad(got, 6), expected_selection(scores, visible, 6))
 
 
 def test_zeros_of_both_signs_tie(run: Run) -> None:
@@ -60,13 +65,24 @@ def test_any_selection(ort: Run, seed: int, length: int, k: int) -> None:
     visible = np.random.default_rng(seed).integers(0, length + 1, 5)
     ranks = ort(indexer.rank_scores, f.bf16_decode(scores)[None], visible, EVERYTHING)
     got = ort(BEST[k], ranks)[0]
-    np.testing.assert_array_equal(pad(got, k), topk_lowest_index(ref_indexer.mask_scores(scores, visible), k))
+    np.testing.assert_array_equal(pad(got, k), expected_selection(scores, visible, k))
 
 
+def test_a_visible_score_of_minus_infinity_is_the_last_choice(run: Run) -> None:
+    bits = f.bf16_encode(np.float32([[-np.inf, -3.38e38, -np.inf, 1, 2]]))
+    ranks = run(indexer.rank_scores, f.bf16_decode(bits)[None], np.array([3]), EVERYTHING)
+    np.testing.assert_array_equal(run(topk.select_best(2), ranks), [[[0, 1]]])
+    np.testing.assert_array_equal(run(topk.select_best(4), ranks), [[[0, 1, 2, -1]]])
+
+
+@pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 9, 50])
-def test_candidate_blocks(run: Run, length: int) -> None:
-    scores, visible = tied_scores(length, 10, length, odd=False), np.arange(10) * length // 9
-    masked = ref_indexer.mask_scores(scores, visible)
+def test_candidate_blocks(run: Run, length: int, odd: bool) -> None:
+    scores, visible = tied_scores(length, 10, length, odd), np.arange(10) * length // 9
+    if odd and length:
+        scores[5:, : length // 2] = 0xFF80  # whole blocks of -infinity
+        scores[7:, -4:] = 0x7FC0
+    masked = ref_indexer.mask_scores(scores, ref_indexer.hidden_positions(length, visible))
     blocks = ref_candidates.select_candidate_blocks(masked, visible, 3, 4)
     ranks = run(indexer.rank_scores, f.bf16_decode(scores)[None], visible, EVERYTHING)
     got = run(candidates.candidate_blocks(3, 4), ranks, visible)
@@ -74,7 +90,7 @@ def test_candidate_blocks(run: Run, length: int) -> None:
     inside = run(candidates.candidate_positions(4), got, np.array([length]))[0]
     np.testing.assert_array_equal(inside, ref_candidates.candidate_positions(blocks, 4, length))
     again = run(indexer.rank_scores, f.bf16_decode(scores)[None], visible, inside[None])
-    np.testing.assert_array_equal(again[0] == HIDDEN, np.isneginf(ref_indexer.mask_scores(scores, visible, inside)))
+    np.testing.assert_array_equal(again[0] == HIDDEN, ref_indexer.hidden_positions(length, visible, inside))
 
 
 @pytest.mark.parametrize("positions", [0, 1, 33])
@@ -86,9 +102,11 @@ def test_scores(run: Run, positions: int) -> None:
         f.bf16_encode(rng.standard_normal(shape).astype(np.float32)) for shape in ((6, 4, 64), (positions, 64), (6, 4))
     )
     q, keys = round_trip("index", q), round_trip("index", keys)
+    q[3], keys[:1] = 0x7FC0, 0x7FC0  # NaN products count nothing
+    w[4, 1] = 0x7FC0
     scaled = run(indexer.scale_weights(4, 64), f.bf16_decode(w)[None])
     expected = ref_indexer.scale_weights(w, 64)
-    np.testing.assert_array_equal(f.bf16_encode(scaled[0]), expected)
+    np.testing.assert_array_equal(scaled[0], f.bf16_decode(expected))
     got = run(indexer.index_scores(4), f.bf16_decode(q)[None], f.bf16_decode(keys)[None, None], scaled)
     np.testing.assert_array_equal(got[0], f.bf16_decode(ref_indexer.index_scores(q, keys, expected)))
 

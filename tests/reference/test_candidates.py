@@ -60,3 +60,10 @@ def test_a_nan_block_comes_before_the_newest() -> None:
     scores = np.float32([[1, np.nan, 2, 2, 0, 0]])
     np.testing.assert_array_equal(select_candidate_blocks(scores, np.array([6]), 1, 2), [[0]])
     np.testing.assert_array_equal(select_candidate_blocks(scores, np.array([6]), 2, 2), [[0, 2]])
+
+
+@pytest.mark.parametrize("ties", ["lowest-index", "torch-cpu"])
+def test_a_visible_block_of_minus_infinities_is_the_last_choice(ties) -> None:
+    scores = np.float32([[-np.inf, -np.inf, 1, 1, 2, -np.inf, -np.inf, -np.inf]])
+    np.testing.assert_array_equal(select_candidate_blocks(scores, np.array([5]), 2, 2, ties), [[1, 2]])
+    np.testing.assert_array_equal(select_candidate_blocks(scores, np.array([5]), 4, 2, ties), [[0, 1, 2, -1]])

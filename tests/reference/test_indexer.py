@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ds41_tvm.numerics.formats import bf16_decode, bf16_encode
-from ds41_tvm.reference.indexer import index_scores, mask_scores, scale_weights
+from ds41_tvm.reference.indexer import hidden_positions, index_scores, mask_scores, scale_weights
 from ds41_tvm.reference.quantize import round_trip
 
 
@@ -60,17 +60,31 @@ def test_weights_are_scaled_in_f32_and_rounded_once() -> None:
 def test_mask_hides_positions_not_visible_and_not_allowed() -> None:
     scores = bf16_encode(np.float32([[1, 2, 3], [4, 5, 6]]))
     allowed = np.array([[True, True, True], [False, True, True]])
-    np.testing.assert_array_equal(
-        mask_scores(scores, np.array([1, 2]), allowed), [[1, -np.inf, -np.inf], [-np.inf, 5, -np.inf]]
-    )
-    np.testing.assert_array_equal(mask_scores(scores, np.array([3, 0])), [[1, 2, 3], [-np.inf] * 3])
+    hidden = hidden_positions(3, np.array([1, 2]), allowed)
+    np.testing.assert_array_equal(hidden, [[False, True, True], [True, False, True]])
+    np.testing.assert_array_equal(mask_scores(scores, hidden), [[1, -np.inf, -np.inf], [-np.inf, 5, -np.inf]])
+    everything = hidden_positions(3, np.array([3, 0]))
+    np.testing.assert_array_equal(mask_scores(scores, everything), [[1, 2, 3], [-np.inf] * 3])
 
 
-def test_a_nan_query_spoils_its_own_scores_only(operands) -> None:
+def test_products_that_are_nan_count_nothing(operands) -> None:
     q, keys, w = operands
     good = index_scores(q, keys, w)
-    q = q.copy()
-    q[1, 2] = 0x7FC0
+    q, keys = q.copy(), keys.copy()
+    q[1] = 0x7FC0
+    keys[2] = 0x7FC0
+    got = index_scores(q, keys, w)
+    np.testing.assert_array_equal(got[1], 0)
+    np.testing.assert_array_equal(got[:, 2], 0)
+    rest = np.arange(len(keys)) != 2
+    np.testing.assert_array_equal(got[[0, 2]][:, rest], good[[0, 2]][:, rest])
+
+
+def test_a_nan_weight_spoils_its_own_scores_only(operands) -> None:
+    q, keys, w = operands
+    good = index_scores(q, keys, w)
+    w = w.copy()
+    w[1, 0] = 0x7FC0
     got = index_scores(q, keys, w)
     assert np.isnan(bf16_decode(got[1])).all()
     np.testing.assert_array_equal(got[[0, 2]], good[[0, 2]])

@@ -87,3 +87,10 @@ def test_torch_lets_masked_picks_through() -> None:
     scores = np.float32([[-np.inf, 1, -np.inf, -np.inf]])
     assert (topk_torch_cpu(scores, 3)[0] >= 0).all()
     np.testing.assert_array_equal(topk_lowest_index(scores, 3), [[1, -1, -1]])
+
+
+def test_minus_infinity_that_is_not_hidden_is_the_last_choice() -> None:
+    scores = np.float32([[-np.inf, 1, -np.inf, np.nan, 5]])
+    hidden = np.array([[False, False, False, False, True]])
+    np.testing.assert_array_equal(topk_lowest_index(scores, 3, hidden), [[0, 1, 3]])
+    np.testing.assert_array_equal(topk_lowest_index(scores, 5, hidden), [[0, 1, 2, 3, -1]])

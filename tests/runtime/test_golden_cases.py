@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 import ds41_tvm
+from ds41_tvm.compiler.build import compile_program
 from ds41_tvm.errors import UsageError
 from ds41_tvm.golden import judge, load_case, play
 from ds41_tvm.golden.runner import runner_caches, runner_forward
+from ds41_tvm.runtime.device_emulated import Emulated
+from ds41_tvm.runtime.runner import Runner
 from ds41_tvm.target import parse_target
 
 FOLDER = Path(__file__).parents[1] / "golden"
@@ -20,11 +23,12 @@ V3 = "cpu:x86-64-v3"
 OLDER = [V3] if not parse_target(V3).missing_here() else []
 RUNS = [("cpu", name) for name in CASES]
 RUNS += [(target, name) for target in OLDER for name in CASES if not name.startswith("checkpoint")]
+DEVICES = {"host": lambda: None, "device": Emulated}
 
 
-def build(case: Any, target: str) -> Any:
+def build(case: Any, target: str, device: Any = None) -> Any:
     """Small cache blocks: what is recorded does not depend on them."""
-    return ds41_tvm.build(
+    runner = ds41_tvm.build(
         case.config,
         case.weights,
         target=target,
@@ -34,11 +38,15 @@ def build(case: Any, target: str) -> Any:
         block_rows=4,
         draft=6,
     )
+    if device is None:
+        return runner
+    program = runner.program
+    return Runner(program, compile_program(program), case.weights, keys="published", device=device)
 
 
-def findings(name: str, target: str) -> list[str]:
+def findings(name: str, target: str, device: Any = None) -> list[str]:
     case = load_case(FOLDER / name)
-    runner = build(case, target)
+    runner = build(case, target, device)
     forward, sequences = runner_forward(case, runner)
     produced = play(case, forward)
     produced.update(runner_caches(case, runner, sequences))
@@ -47,9 +55,10 @@ def findings(name: str, target: str) -> list[str]:
     return [str(finding) for finding in judge(case, produced)]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("target", "name"), RUNS)
-def test_case(name: str, target: str) -> None:
-    assert findings(name, target) == []
+def test_case(name: str, target: str, device: str) -> None:
+    assert findings(name, target, DEVICES[device]()) == []
 
 
 @pytest.mark.slow

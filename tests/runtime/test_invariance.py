@@ -61,7 +61,7 @@ def test_a_step_without_trace_gives_the_traced_output(model: Any) -> None:
 
 def test_scores_in_pieces_give_the_same(model: Any, same: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for the scores of 40 columns: one query at a time for most, several for short ones."""
-    monkeypatch.setattr("ds41_tvm.runtime.layer.SCORE_BYTES", 80)
+    monkeypatch.setattr("ds41_tvm.runtime.device.Host.score_bytes", 80)
     with model.runner.new_sequence() as sequence:
         same.results(model.run(model.runner, sequence, model.inputs(0, LENGTHS[0])), model.alone(0, LENGTHS[0])[0])
 

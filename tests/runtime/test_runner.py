@@ -173,15 +173,26 @@ def test_malformed_steps(tiny: Any, parts: Any, message: str) -> None:
         assert step.tokens == 2
 
 
+def names_of(trace: dict[str, Any]) -> dict[str, Any]:
+    """Names, dtypes and shapes of a row of what every trace has; scores are as wide as the context."""
+    arrays = {name: array for name, array in trace.items() if name not in ("kv_rows", "latent")}
+    return {name: (array.dtype, array.shape[1:] if name != "scores" else ()) for name, array in arrays.items()}
+
+
 def test_a_step_of_nothing(tiny: Any) -> None:
     with tiny.runner.new_sequence() as sequence:
         tiny.run(tiny.runner, sequence, tiny.inputs(0, 3))
+        step, x = tiny.runner.step([(sequence, 2)]), tiny.inputs(1, 2)
+        usual = {
+            layer: names_of(tiny.runner.forward(layer, x[layer], step, trace=True)[1]) for layer in tiny.runner.layers
+        }
         before = tiny.caches(sequence)
         for parts in ([], [(sequence, 0)]):
             step = tiny.runner.step(parts)
             for layer in tiny.runner.layers:
-                out, _ = tiny.runner.forward(layer, np.zeros((0, tiny.config.dim), np.uint16), step, trace=True)
+                out, trace = tiny.runner.forward(layer, np.zeros((0, tiny.config.dim), np.uint16), step, trace=True)
                 assert out.shape == (0, tiny.config.dim)
+                assert names_of(trace) == usual[layer], f"layer {layer}"
             tiny.runner.commit(step)
         assert sequence.length == 3
         for what, array in tiny.caches(sequence).items():

@@ -27,7 +27,7 @@ def test_a_rule_for_every_operator_and_none_in_vain() -> None:
     used = {op: schedule(k)[0] for op, k in one_of_each.items()}
     assert used["index_scores"] == "index-scores"
     assert used["rms_norm"] == "rowwise"
-    assert set(used.values()) <= {name for name, _ in RULES}
+    assert set(used.values()) <= {rule.name for rule in RULES}
     assert RULES[-1][0] == "rowwise"
 
 

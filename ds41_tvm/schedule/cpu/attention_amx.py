@@ -21,13 +21,14 @@ from ds41_tvm.schedule.cpu import amx
 from ds41_tvm.schedule.cpu.gather import Sizes, gathered_attention
 
 STEP, PAIRS, SIDE = amx.STEP, amx.PAIRS, amx.SIDE
-COLUMNS = 4  # output tiles that share a load of weights
 
 
-def sparse_attention_amx(sizes: Sizes) -> PrimFunc:
-    """As `kernels.attention.sparse_attention`."""
+def sparse_attention_amx(sizes: Sizes, *, columns: int | None = None) -> PrimFunc:
+    """As `kernels.attention.sparse_attention`. `columns`: output tiles that share a load of weights."""
+    if columns is None:
+        columns = 4 if sizes.dim % (SIDE * 4) == 0 else 2
     capacity = -(-(sizes.window + sizes.k) // STEP) * STEP
-    constants = (sizes.dim, sizes.task_heads, sizes.padded, capacity)
+    constants = (sizes.dim, sizes.task_heads, sizes.padded, capacity, columns)
     spare = capacity - sizes.window - sizes.k
     return gathered_attention(
         sizes, "uint16", lambda value: T.Cast("uint16", T.shift_right(T.reinterpret("uint32", value), T.uint32(16))),
@@ -147,11 +148,6 @@ def _output(pairs, weight, part, total, Out, vt, first_head, steps, dim, heads, 
                     )
 
 
-def _columns(dim: int) -> int:
-    """Output tiles that share a load of weights."""
-    return COLUMNS if dim % (SIDE * COLUMNS) == 0 else 2
-
-
 @T.macro
 def _attend(Q, Out, sink, vt, first_head, rows, count, constants):
     setup = T.sblock_alloc_buffer((64,), "uint8", scope="local")
@@ -163,7 +159,7 @@ def _attend(Q, Out, sink, vt, first_head, rows, count, constants):
     weight = T.sblock_alloc_buffer((3 * constants[2], constants[3]), "uint16")
     total = T.sblock_alloc_buffer((constants[2] + 1,), "float32")  # the last one: the greatest score of a head
     lanes = T.sblock_alloc_buffer((16,), "float32", scope="local")
-    part = T.sblock_alloc_buffer((SIDE, SIDE * _columns(constants[0])), "float32", scope="local")
+    part = T.sblock_alloc_buffer((SIDE, SIDE * constants[4]), "float32", scope="local")
     steps: T.let = (count + T.int64(STEP - 1)) // T.int64(STEP)
     _pair_rows(rows, pairs, count, steps, constants[0])
     _load_queries(Q, vt, first_head, query, constants[0], constants[1], constants[2])
@@ -175,6 +171,6 @@ def _attend(Q, Out, sink, vt, first_head, rows, count, constants):
     )  # fmt: skip
     _output(
         pairs, weight, part, total, Out, vt, first_head, steps, constants[0], constants[1], constants[2], constants[3],
-        _columns(constants[0]),
+        constants[4],
     )  # fmt: skip
     T.evaluate(amx.op("tilerelease"))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
+from tvm.script import tirx as T
 
 LANES = 16  # f32 lanes of a 512-bit register; narrower machines get two or four registers
 
@@ -18,3 +21,9 @@ def vectorize_inner(s: Schedule, block: SBlockRV, lanes: int = LANES) -> None:
         lanes //= 2
     if lanes > 1:
         s.vectorize(s.split(inner, [None, lanes])[1])
+
+
+def prefetch(pointer: Any) -> Any:
+    """Bring the cache line at `pointer` close; any address will do, wrong ones are ignored by the processor."""
+    read, keep, data = 0, 3, 1
+    return T.call_llvm_intrin("void", "llvm.prefetch", pointer, T.int32(read), T.int32(keep), T.int32(data))

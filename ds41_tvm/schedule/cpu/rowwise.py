@@ -6,17 +6,17 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
 from tvm.tirx import BufferStore, PrimFunc, SeqStmt
 
-from ds41_tvm.schedule.cpu.common import vectorize_inner
+from ds41_tvm.schedule.cpu.common import LANES, vectorize_inner
 
 
-def schedule_rowwise(func: PrimFunc) -> Schedule:
+def schedule_rowwise(func: PrimFunc, *, lanes: int = LANES) -> Schedule:
     """Run the outermost loop, over rows, in parallel; vectorise every spatial innermost loop that whole chunks fill."""
     s = Schedule(func)
     blocks = s.get_child_blocks(s.get_sblock("root"))
     outer = s.get_loops(blocks[0])[0]
     for block in blocks:
         if len(s.get_loops(block)) > 1 and _is_vectorizable(s, block):
-            vectorize_inner(s, block)
+            vectorize_inner(s, block, lanes)
     s.parallel(outer)
     return s
 

@@ -1,0 +1,73 @@
+"""GPU programs: an ordered list of rules, the first that takes a kernel makes its program; the last takes all.
+
+The target kind is ``cuda``, or ``opencl`` for the proof on a processor: the same programs, except that OpenCL has no
+dynamic shared memory and no tensor-core instructions.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from tvm.tirx import PrimFunc
+
+from ds41_tvm.program import Kernel
+from ds41_tvm.schedule.cpu import plain_kernel
+from ds41_tvm.schedule.cuda import norm, quantize, rope, rows, topk, topk_torch
+from ds41_tvm.schedule.cuda.fallback import thread_bound
+
+Params = dict[str, Any]
+# (operator, its parameters, target kind) -> its program, None if the rule is not for it.
+Rule = Callable[[str, Params, str], PrimFunc | None]
+
+
+def _program_of(factory: Callable[..., PrimFunc], operator: str) -> Rule:
+    """The rule of an operator with a program of its own, which takes the operator's parameters."""
+    return lambda op, p, kind: factory(**p) if op == operator else None
+
+
+def _fallback(op: str, p: Params, kind: str) -> PrimFunc | None:
+    return thread_bound(plain_kernel(op, p))
+
+
+def _products() -> tuple[tuple[str, Rule], ...]:
+    """Rules of the modules for linear layers, index scores and attention, each in a tuple ``RULES``."""
+    found: tuple[tuple[str, Rule], ...] = ()
+    for name in ("linear_mma", "linear", "indexer", "attention"):
+        if importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            found += getattr(importlib.import_module(f"{__name__}.{name}"), "RULES", ())
+    return found
+
+
+_OWN: dict[str, Callable[..., PrimFunc]] = {
+    "rms_norm": norm.rms_norm,
+    "rope": rope.rope,
+    "pack_rows": quantize.pack_rows,
+    "quantize_activation": quantize.quantize_activation,
+    "pool_groups": rows.pool_groups,
+    "scale_weights": rows.scale_weights,
+    "block_scores": rows.block_scores,
+    "candidate_limit": rows.candidate_limit,
+    "copy_rows": rows.copy_rows,
+    "topk_lowest_index": topk.topk_lowest_index,
+    "topk_torch_cpu": topk_torch.topk_torch_cpu,
+}
+RULES: tuple[tuple[str, Rule], ...] = (
+    *_products(),
+    *((op.replace("_", "-"), _program_of(factory, op)) for op, factory in _OWN.items()),
+    ("rowwise", _fallback),
+)
+
+
+@functools.cache
+def schedule(kernel: Kernel, kind: str) -> tuple[str, PrimFunc]:
+    """Name of the rule that took the kernel, and its program for targets of `kind`. Cached."""
+    params = dict(kernel.params)
+    for name, rule in RULES:
+        func = rule(kernel.op, params, kind)
+        if func is not None:
+            return name, func
+    raise AssertionError("the last rule takes every kernel")

@@ -1,0 +1,200 @@
+"""Sparse attention on tensor cores, as `kernels.attention.sparse_attention` but for one rounding.
+
+A block is a query and up to 64 of its heads. The rows come in tiles of 32, gathered once for all heads: those of the
+window first, then the selected latents, in ascending order. Scores are exact products summed in f32. The softmax runs
+along: sums so far are brought to each new maximum. The weights are rounded to bf16 before the second product, as in the
+official GPU kernel; their sum, the denominator, is not. That moves an output by at most 2^-8 of the sum of magnitudes
+that make it up, against the f32 weights of the CPU form.
+
+The tiles and their order follow from the query's position and selection alone, so a token's bits depend neither on its
+batch nor on `split`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from ds41_tvm.kernels.attention import LOWEST
+from ds41_tvm.schedule.cuda import memory
+from ds41_tvm.schedule.cuda.attention_rows import (
+    decode_latents,
+    decode_window,
+    place_latents,
+    place_window,
+    start_latents,
+    start_window,
+)
+from ds41_tvm.schedule.cuda.attention_sizes import ROWS, THREADS, WARPS, Sizes
+from ds41_tvm.schedule.cuda.attention_tile import SCORES, add, finish, score, start_queries, weigh
+from ds41_tvm.schedule.cuda.mma import exchange_shape, form_of
+
+
+@T.macro
+def _start(s, raw, place, tile, window, F, R, L, vx):
+    if s.k == 0:
+        start_window(s, raw, place, tile, F, R, vx)
+    else:
+        if tile < window:
+            start_window(s, raw, place, tile, F, R, vx)
+        else:
+            start_latents(s, raw, place, tile - window, L, vx)
+
+
+@T.macro
+def _decode(s, raw, place, tile, window, words, factors, values, vx):
+    if s.k == 0:
+        decode_window(s, raw, place, tile, words, factors, values, vx)
+    else:
+        if tile < window:
+            decode_window(s, raw, place, tile, words, factors, values, vx)
+        else:
+            decode_latents(s, raw, place, tile - window, words, factors, values, vx)
+
+
+def _steps(s: Sizes, window: Any) -> Any:
+    """Steps of a chain of scores; `window`: tiles of the window, never 0. For few heads in a form that does not look
+    constant: nvcc would unroll the
+    loop whole, and spill registers to have two blocks on a multiprocessor.
+    """
+    steps = s.steps // s.halves
+    return T.min(window * steps, steps) if s.head_tiles == 1 else steps
+
+
+@T.macro
+def _attend(s, Q, F, R, sink, P, N, first, base, slots, L, B, C, Out, vt, part, vx):
+    queries = T.sblock_alloc_buffer((s.padded * s.dim // 2,), "uint32", scope=s.shared)
+    values = T.sblock_alloc_buffer((ROWS * s.dim // 2,), "uint32", scope=s.shared)
+    raw = T.sblock_alloc_buffer((ROWS * s.raw_words,), "uint32", scope=s.shared)
+    scores = T.sblock_alloc_buffer((s.halves, s.padded, SCORES), "float32", scope=s.shared)
+    weights = T.sblock_alloc_buffer((s.padded * ROWS // 2,), "uint32", scope=s.shared)
+    place = T.sblock_alloc_buffer((s.slots,), "int64", scope=s.shared)
+    factor = T.sblock_alloc_buffer((s.padded,), "float32", scope=s.shared)
+    tiles = T.sblock_alloc_buffer((2,), "int32", scope=s.shared)
+    exchange = T.sblock_alloc_buffer(exchange_shape(s.mma, WARPS), "uint32", scope="shared")
+    count = T.sblock_alloc_buffer((2,), "int32", scope="local")  # tiles of the window, tiles
+    top = T.sblock_alloc_buffer((3,), "float32", scope="local")  # of all tiles so far, with this tile, of another lane
+    total = T.sblock_alloc_buffer((3,), "float32", scope="local")  # of all tiles so far, of this tile, of another lane
+    part_of = T.sblock_alloc_buffer((8,), "float32", scope="local")
+    low = T.sblock_alloc_buffer((4,), "uint32", scope="local")
+    high = T.sblock_alloc_buffer((4,), "uint32", scope="local")
+    words = T.sblock_alloc_buffer((4,), "uint32", scope="local")
+    factors = T.sblock_alloc_buffer((2,), "uint32", scope="local")
+    fragment = T.sblock_alloc_buffer((s.head_tiles * 8,), "uint32", scope="local")
+    chain = T.sblock_alloc_buffer((s.row_tiles * 4,), "float32", scope="local")
+    acc = T.sblock_alloc_buffer((s.head_tiles * s.channel_tiles * 4,), "float32", scope="local")
+    place_window(s, place, tiles, P, N, first, base, slots, vt, vx)
+    T.tvm_storage_sync("shared")
+    if s.k > 0:
+        place_latents(s, place, tiles, N, B, C, vt, vx)
+        T.tvm_storage_sync("shared")
+    count[0] = tiles[0]
+    count[1] = tiles[0] + tiles[1]
+    for i in s.each(s.head_tiles * s.channel_tiles * 4):
+        acc[i] = T.float32(0)
+    top[0] = T.float32(LOWEST)
+    total[0] = T.float32(0)
+    start_queries(s, Q, queries, vt, part, vx)
+    _start(s, raw, place, 0, count[0], F, R, L, vx)
+    memory.commit(s.mma)
+    for tile in range(count[1]):
+        memory.wait(s.mma, 0)
+        T.tvm_storage_sync("shared")
+        _decode(s, raw, place, tile, count[0], words, factors, values, vx)
+        T.tvm_storage_sync("shared")
+        if tile + 1 < count[1]:
+            _start(s, raw, place, tile + 1, count[0], F, R, L, vx)
+        memory.commit(s.mma)
+        score(s, queries, values, scores, _steps(s, count[0]), low, high, words, chain, exchange, vx)
+        T.tvm_storage_sync("shared")
+        slot: T.let = T.Select(tile < count[0], tile * ROWS, s.window_slots + (tile - count[0]) * ROWS)
+        weigh(s, scores, place, slot, weights, factor, top, total, part_of, words, exchange, vx)
+        T.tvm_storage_sync("shared")
+        add(s, values, weights, factor, fragment, words, acc, exchange, vx)
+    T.tvm_storage_sync("shared")
+    finish(s, Out, sink, factor, top, total, acc, words, vt, part, vx)
+
+
+def sparse_attention_mma(s: Sizes) -> PrimFunc:
+    """The program for `s`; `dim` a multiple of 32."""
+    return _with_latents(s) if s.k else _window(s)
+
+
+def _window(s: Sizes) -> PrimFunc:
+    heads, dim, row_bytes = s.heads, s.dim, s.window_bytes
+
+    @T.prim_func(s_tir=True)
+    def main(
+        q: T.handle, fresh: T.handle, ring: T.handle, sink: T.Buffer((heads,), "float32"), position: T.handle,
+        sequence: T.handle, start: T.handle, row: T.handle, slot: T.handle, o: T.handle,
+    ):  # fmt: skip
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n, p, seqs = T.int64(), T.int64(), T.int64()
+        Q = T.match_buffer(q, (n, heads, dim), "uint16")
+        F = T.match_buffer(fresh, (n, row_bytes), "uint8")
+        R = T.match_buffer(ring, (p, row_bytes), "uint8")
+        P = T.match_buffer(position, (n,), "int32")
+        N = T.match_buffer(sequence, (n,), "int32")
+        first = T.match_buffer(start, (seqs,), "int32")
+        base = T.match_buffer(row, (seqs,), "int32")
+        slots = T.match_buffer(slot, (seqs,), "int32")
+        Out = T.match_buffer(o, (n, heads, dim), "uint16")
+        for bx in T.thread_binding(n, "blockIdx.x"):
+            for by in T.thread_binding(s.parts, "blockIdx.y"):
+                for tx in T.thread_binding(THREADS, "threadIdx.x"):
+                    with T.sblock("attend"):
+                        vt, vp, vx = T.axis.remap("SSS", [bx, by, tx])
+                        T.reads(Q[vt, 0:heads, 0:dim], F[0:n, 0:row_bytes], R[0:p, 0:row_bytes], sink[0:heads], P[vt],
+                                N[vt], first[0:seqs], base[0:seqs], slots[0:seqs])  # fmt: skip
+                        T.writes(Out[vt, 0:heads, 0:dim])
+                        _attend(s, Q, F, R, sink, P, N, first, base, slots, None, None, None, Out, vt, vp, vx)
+
+    return main
+
+
+def _with_latents(s: Sizes) -> PrimFunc:
+    heads, dim, row_bytes, latent_bytes, k = s.heads, s.dim, s.window_bytes, s.latent_bytes, s.k
+
+    @T.prim_func(s_tir=True)
+    def main(
+        q: T.handle, fresh: T.handle, ring: T.handle, sink: T.Buffer((heads,), "float32"), position: T.handle,
+        sequence: T.handle, start: T.handle, row: T.handle, slot: T.handle, latents: T.handle, table: T.handle,
+        selected: T.handle, o: T.handle,
+    ):  # fmt: skip
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n, p, seqs, blocks, stored = T.int64(), T.int64(), T.int64(), T.int64(), T.int64()
+        Q = T.match_buffer(q, (n, heads, dim), "uint16")
+        F = T.match_buffer(fresh, (n, row_bytes), "uint8")
+        R = T.match_buffer(ring, (p, row_bytes), "uint8")
+        P = T.match_buffer(position, (n,), "int32")
+        N = T.match_buffer(sequence, (n,), "int32")
+        first = T.match_buffer(start, (seqs,), "int32")
+        base = T.match_buffer(row, (seqs,), "int32")
+        slots = T.match_buffer(slot, (seqs,), "int32")
+        L = T.match_buffer(latents, (stored, latent_bytes), "uint8")
+        B = T.match_buffer(table, (seqs, blocks), "int32")
+        C = T.match_buffer(selected, (n, k), "int32")
+        Out = T.match_buffer(o, (n, heads, dim), "uint16")
+        for bx in T.thread_binding(n, "blockIdx.x"):
+            for by in T.thread_binding(s.parts, "blockIdx.y"):
+                for tx in T.thread_binding(THREADS, "threadIdx.x"):
+                    with T.sblock("attend"):
+                        vt, vp, vx = T.axis.remap("SSS", [bx, by, tx])
+                        T.reads(Q[vt, 0:heads, 0:dim], F[0:n, 0:row_bytes], R[0:p, 0:row_bytes], sink[0:heads], P[vt],
+                                N[vt], first[0:seqs], base[0:seqs], slots[0:seqs], L[0:stored, 0:latent_bytes],
+                                B[0:seqs, 0:blocks], C[vt, 0:k])  # fmt: skip
+                        T.writes(Out[vt, 0:heads, 0:dim])
+                        _attend(s, Q, F, R, sink, P, N, first, base, slots, L, B, C, Out, vt, vp, vx)
+
+    return main
+
+
+def _rule(op: str, p: dict[str, Any], kind: str) -> PrimFunc | None:
+    if op != "sparse_attention" or p["dim"] % 32:
+        return None
+    return sparse_attention_mma(Sizes(**{name: v for name, v in p.items() if name != "form"}, mma=form_of(kind)))
+
+
+RULES = (("attention-mma", _rule),)

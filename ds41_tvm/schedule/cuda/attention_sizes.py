@@ -1,0 +1,129 @@
+"""How sparse attention on tensor cores cuts its work, from static sizes only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+
+ROWS = 32  # rows of a tile: gathered, decoded and multiplied together
+THREADS = 256
+WARPS = THREADS // 32
+MOST_HEADS = 64  # of a block: their sums fill half of its registers
+INVALID = -(1 << 62)  # place of a slot without a row
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameters of `kernels.attention.sparse_attention`, into how many parts the heads are cut, and `mma`."""
+
+    heads: int
+    dim: int
+    window: int
+    ring_rows: int
+    block_rows: int
+    k: int
+    split: int
+    mma: str
+
+    @property
+    def parts(self) -> int:
+        """Blocks that share the heads of a query. Heads do not touch each other, so the bits stay the same."""
+        return self.split * -(-self.heads // (self.split * MOST_HEADS))
+
+    @property
+    def part_heads(self) -> int:
+        return -(-self.heads // self.parts)
+
+    @property
+    def head_tiles(self) -> int:
+        """Tiles of 16 heads of a block."""
+        return -(-self.part_heads // 16)
+
+    @property
+    def padded(self) -> int:
+        return self.head_tiles * 16
+
+    # ---- rows: the window's first, then the latents, each from a tile of its own on
+
+    @property
+    def window_bytes(self) -> int:
+        return self.dim + self.dim // 32
+
+    @property
+    def latent_bytes(self) -> int:
+        return self.dim // 2 + self.dim // 16
+
+    @property
+    def raw_words(self) -> int:
+        """Words between packed rows in shared memory."""
+        return -(-self.window_bytes // 16) * 4
+
+    @property
+    def window_slots(self) -> int:
+        return -(-self.window // ROWS) * ROWS
+
+    @property
+    def slots(self) -> int:
+        return self.window_slots + -(-self.k // ROWS) * ROWS
+
+    # ---- scores: chains over the whole row or, so that more warps have one, over its halves
+
+    @property
+    def steps(self) -> int:
+        """Steps of 32 channels."""
+        return self.dim // 32
+
+    @property
+    def halves(self) -> int:
+        return 2 if self.steps % 2 == 0 else 1
+
+    @property
+    def row_groups(self) -> int:
+        """Warps that share the rows of a tile."""
+        return min(ROWS // 8, WARPS // (self.head_tiles * self.halves))
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 8 rows of a warp."""
+        return ROWS // 8 // self.row_groups
+
+    @property
+    def units(self) -> int:
+        """Warps with scores of their own; the others repeat some."""
+        return self.head_tiles * self.halves * self.row_groups
+
+    # ---- output
+
+    @property
+    def channel_tiles(self) -> int:
+        """Tiles of 8 channels of a warp."""
+        return -(-self.dim // 8 // WARPS)
+
+    # ---- shared memory in words, 16-byte pieces of a row swapped about
+
+    def piece(self, row: Any, piece: Any) -> Any:
+        """Where piece `piece` (8 channels) of a row of values lies.
+
+        The lanes of a warp read either two neighbouring rows at four pieces, or eight rows at one piece: in both cases
+        they meet all banks.
+        """
+        pieces = self.dim // 8
+        mask = min(8, pieces & -pieces) - 1
+        swap = T.bitwise_or(T.bitwise_and(row, 1) * 4, T.bitwise_and(row // 2, 3))
+        return row * (self.dim // 2) + T.bitwise_xor(piece, T.bitwise_and(swap, mask)) * 4
+
+    @staticmethod
+    def weight_piece(row: Any, piece: Any) -> Any:
+        """Where piece `piece` of the weights of head `row` lies."""
+        return row * (ROWS // 2) + T.bitwise_xor(piece, T.bitwise_and(row // 2, 3)) * 4
+
+    @property
+    def shared(self) -> str:
+        return "shared.dyn" if self.mma == "ptx" else "shared"
+
+    @property
+    def each(self) -> Any:
+        """Loops over registers: unrolled on a GPU; a processor gets less to compile."""
+        return T.unroll if self.mma == "ptx" else T.serial
