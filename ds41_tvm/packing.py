@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,22 @@ def aligned(shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """An uninitialised C-contiguous array whose data start at a multiple of `ALIGNMENT` bytes."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     dtype = np.dtype(dtype)
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
-    offset = -raw.ctypes.data % ALIGNMENT
+    offset = -address(raw) % ALIGNMENT
     out: NDArray[Any] = raw[offset : offset + size].view(dtype).reshape(shape)
     return out
 
 
+def address(array: NDArray[Any]) -> int:
+    """Where the first element lies; faster than ``array.ctypes.data``, which makes an object first."""
+    where: int = array.__array_interface__["data"][0]
+    return where
+
+
 def aligned_copy(array: NDArray[Any]) -> NDArray[Any]:
     """`array` itself if a kernel can take it (aligned, contiguous, writable as DLPack demands), else a copy."""
-    if array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % ALIGNMENT == 0:
+    if array.flags.c_contiguous and array.flags.writeable and address(array) % ALIGNMENT == 0:
         return array
     out = aligned(array.shape, array.dtype)
     out[...] = array

@@ -111,7 +111,13 @@ def check_library(manifest: schema.Manifest, source: Path) -> None:
 
 
 def write_tar(target: Path, root: str, entries: Iterable[Entry]) -> int:
-    """A tar file of the entries in a folder `root`, complete or not at all. Returns its size."""
+    """A tar file of the entries in a folder `root`, complete or not at all. Returns its size.
+
+    Raises BundleError where something other than a file is in its place: a device would be replaced.
+    """
+    if target.exists() and not target.is_file():
+        what = "a directory" if target.is_dir() else "no regular file"
+        raise BundleError(f"{target} is {what}; expected the name of a file to write")
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:

@@ -20,7 +20,7 @@ from ds41_tvm.program import Kernel, Linear, Program, Ties, Value
 from ds41_tvm.strict_json import parse_object, short
 from ds41_tvm.target import Target
 
-FORMAT, SCHEMA = "ds41-tvm artifact", 1
+FORMAT, SCHEMA = "ds41-tvm artifact", 2
 FILE = "manifest.json"
 MODULE, IR = "kernels.cpu.so", "kernels.ir.json"  # of a processor; see `module_name`
 MAX_BYTES = 16 << 20
@@ -57,8 +57,8 @@ class GpuCode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A compiled kernel: the symbol is ``__tvm_ffi_`` and `name`.
 
-    `rule` made its schedule, the `fallback` if no other took it, with `knobs` from a tuning `record` if there is one. `gpu`: the functions
-    that it launches on a GPU; none on a processor.
+    `rule` made its schedule, the `fallback` if no other took it, with `knobs` from a tuning `record` if there is one.
+    `gpu`: the functions that it launches on a GPU; none on a processor.
     """
 
     name: str

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -20,7 +20,6 @@ from ds41_tvm.bench.machine import resident
 from ds41_tvm.errors import PeerError, UsageError
 
 PEERS = ("torch", "torch-mv", "torch-f32", "onnxruntime")
-Isa = Literal["host", "avx512", "avx2"]
 # Settings that keep a peer to an instruction set. oneDNN: bf16 products; MKL: f32 products; ATen: everything else.
 ISA: dict[str, dict[str, str]] = {
     "host": {},

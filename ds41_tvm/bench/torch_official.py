@@ -113,7 +113,7 @@ def _layer_weights(weights: Mapping[str, Array], prefix: str) -> dict[str, Tenso
     names = [name for name in weights if name.startswith(prefix)]
     own = {}
     for name in names:
-        if name.endswith(".scale"):
+        if name.endswith((".scale", ".e4m3", ".e8m0")):  # scales, and what `wo_a` was stored as
             continue
         array = weights[name]
         if array.dtype == np.uint8:

@@ -121,11 +121,16 @@ def bench(
         together = _sizes(sizes, "--batch", batch, "1,4" if quick else BATCH, limited=False)
         planned = tuple(cases(kinds, prompts, contexts, together))
     chosen = parse_layers(layers) if layers is not None else typical_layers(sizes)
+    kind = check_target(target)
+    if kind.kind != "cpu":
+        raise UsageError(
+            f"--target {target}: limits and peers are measured on the processor; expected cpu or cpu:LEVEL"
+        )
     options = Options(
         config=sizes,
         layers=closure(sizes, chosen),
         cases=planned,
-        target=check_target(target),
+        target=kind,
         linear=_modes(sizes, linear),
         peers=() if profile else peers,
         isa=isa,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ds41_tvm.bench.result import Change, Result, Row
 
 _UNITS = {"read": ("GB/s", "reading memory"), "fma": ("GFLOP/s", "f32 multiply-add"), "vnni": ("GOP/s", "int8 dot")}
+DISTURBED = 0.1  # share of the processors' time that others may take
 _UNITS["amx"] = ("GFLOP/s", "bf16 tiles")
 
 
@@ -43,9 +44,7 @@ def _cells(row: Row, peers: Sequence[str], state: bool) -> list[Any]:
     ]
     for peer in peers:
         measured = row.peers.get(peer)
-        cells.append(
-            f"{_ms(measured.seconds.median)}, {measured.ratio:.3g}" if measured else row.skipped.get(peer)
-        )
+        cells.append(f"{_ms(measured.seconds.median)}, {measured.ratio:.3g}" if measured else row.skipped.get(peer))
     if state:
         cells.append(None if row.state_bytes is None else byte_size(row.state_bytes))
     return [*cells, f"{row.others:.0%}"]
@@ -67,6 +66,12 @@ def limit_lines(result: Result) -> Iterator[str]:
     yield "memory at most: " + ", ".join(f"{name} {byte_size(size)}" for name, size in result.memory.items())
     if "amx" in result.machine.features and "amx" not in result.target and result.isa == "host":
         yield "peers may use AMX and this target does not: --isa avx512 makes the comparison even"
+    disturbed = sum(row.others > DISTURBED for row in result.rows)
+    if disturbed:
+        yield (
+            f"{disturbed} of {len(result.rows)} rows were disturbed: other processes, or the host, took more than "
+            f"{DISTURBED:.0%} of the processors' time; measure again when the machine is idle"
+        )
     for name, why in result.skipped.items():
         yield f"not measured: {name}: {why}"
 

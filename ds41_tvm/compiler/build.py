@@ -9,7 +9,7 @@ import tvm
 from tvm_ffi.error import register_error
 
 from ds41_tvm.compiler.targets import tvm_target
-from ds41_tvm.errors import CompileError
+from ds41_tvm.errors import CompileError, TargetError
 from ds41_tvm.program import Kernel, Program
 from ds41_tvm.schedule import schedule
 from ds41_tvm.target import Target
@@ -41,8 +41,13 @@ def compile_kernels(
 ) -> dict[str, Function]:
     """Callable kernels by name. `progress` is told (done, total) as groups of kernels are compiled.
 
-    Raises CompileError naming the kernels if TVM refuses them.
+    Raises CompileError naming the kernels if TVM refuses them, TargetError for CUDA.
     """
+    if kind.kind == "cuda":
+        raise TargetError(
+            f"target {kind.name!r} cannot be built in this process; make an artefact and load it: "
+            f"ds41_tvm.compile(..., target={kind.name!r}), ds41_tvm.load(path)"
+        )
     if kind.kind == "opencl":
         from ds41_tvm.proof import opencl_functions
 

@@ -7,6 +7,7 @@ machine code goes into the library in the form that TVM's runtime reads: a table
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ds41_tvm.artifact.manifest import GpuCode
 from ds41_tvm.compiler.nvcc import compile_cuda
 
 _DYNAMIC = "tirx.use_dyn_shared_memory"
+_BOUNDS = re.compile(r"__launch_bounds__\((\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def lower_cuda(name: str, func: PrimFunc, target: TvmTarget, folder: Path) -> Lo
     path = folder / "host.o"
     built.write_to_file(str(path), "o")
     built.import_module(code)
-    return Lowered(source, path.read_bytes(), _functions(built, source), launches)
+    return Lowered(_one_block(source), path.read_bytes(), _functions(built, source), launches)
 
 
 def device_code(name: str, lowered: Lowered, level: str) -> tuple[bytes, tuple[GpuCode, ...]]:
@@ -66,6 +68,11 @@ def device_code(name: str, lowered: Lowered, level: str) -> tuple[bytes, tuple[G
         dynamic = sizes.get(_DYNAMIC, 0)
         found.append(msgspec.structs.replace(reports[function], threads=threads, dynamic_shared_bytes=dynamic))
     return code, tuple(found)
+
+
+def _one_block(source: str) -> str:
+    """Let large blocks have the registers they need: unasked, ptxas spills to fit three of 512 threads side by side."""
+    return _BOUNDS.sub(lambda found: f"__launch_bounds__({found[1]}, 1)" if int(found[1]) >= 512 else found[0], source)
 
 
 def module_table(parts: Sequence[tuple[bytes, bytes]]) -> bytes:

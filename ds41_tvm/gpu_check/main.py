@@ -143,7 +143,7 @@ def _speed(folder: Path, plan: dict[str, Any], earlier: dict[str, Any], emulate:
     matrix = measured.get("matrix_torch") or measured.get("matrix_own") or 0.0
     rates = {"copy": measured.get("copy") or 1e12, "matrix": matrix}
     for artifact in plan["speed"]:
-        yield from layers(folder, artifact, plan["prompt"], rates, emulate)
+        yield from layers(folder, artifact, plan["prompt"], rates, plan["least"], emulate)
 
 
 def _torch(folder: Path, plan: dict[str, Any], earlier: dict[str, Any], emulate: bool) -> Any:

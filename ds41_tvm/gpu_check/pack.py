@@ -39,14 +39,15 @@ def pack(
     cases: tuple[str, ...] = ("tiny_", "mid_", "checkpoint_"),
     linears: tuple[LinearMode, ...] = ("bf16", "fp8"),
     copy_bytes: int = 1 << 30,
+    least: float = 0.02,
     wheels: bool = False,
     progress: Progress | None = None,
 ) -> int:
     """Write the check for `target` to `out`; returns its size. What it runs is compiled here; weights are not in it.
 
     `golden`: folder of recorded cases, of which those whose names begin with one of `cases` go in. `config` (None: the
-    released sizes), `layers`, `prompt`, `linears`: what is measured, and in which modes. Raises CompileError,
-    TargetError, UsageError (no case), BundleError (above 64 MiB).
+    released sizes), `layers`, `prompt`, `linears`: what is measured, and in which modes; `least`: seconds of one
+    measurement. Raises CompileError, TargetError, UsageError (no case), BundleError (above 64 MiB).
     """
     tell, aim = progress or (lambda _: None), parse_target(target)
     recorded = [p for p in sorted(golden.glob("*.npz")) if p.name.startswith(cases)]
@@ -67,20 +68,24 @@ def pack(
                 measured, folder / f"speed-{linear}", layers=layers, target=target, linear=linear
             )
         speed = [f"speed-{linear}" for linear in linears]
+
+        def length(name: str) -> int:
+            return min(96, measured.max_seq_len) if name in speed else 40
+
         plan = {
             "version": __version__,
             "target": aim.name,
             "golden": by_case,
-            "invariance": [
-                [name, 40 if name in by_case.values() else min(96, measured.max_seq_len)] for name in artifacts
-            ],
+            "invariance": [[name, length(name)] for name in artifacts],
             "speed": speed,
             "prompt": prompt,
             "copy_bytes": copy_bytes,
+            "least": least,
         }
         entries = _entries(plan, artifacts, recorded, aim.kind == "cuda", wheels)
         size = write_tar(out, out.name.removesuffix(".tar"), entries)
     if size > LIMIT:
+        out.unlink()
         raise BundleError(f"{out}: {size} bytes; expected at most {LIMIT}: leave out wheels or cases")
     return size
 

@@ -57,7 +57,7 @@ def copy_rate(device: Device, size: int) -> float:
 
 
 def layers(
-    folder: Path, artifact: str, prompt: int, rates: Mapping[str, float], emulate: bool = False
+    folder: Path, artifact: str, prompt: int, rates: Mapping[str, float], least: float, emulate: bool = False
 ) -> Iterator[Row]:
     """Rows of both phases: a prompt of `prompt` tokens at once, then a token after it."""
     recording = Recording()
@@ -77,18 +77,19 @@ def layers(
             def work(layer: int = layer, tokens: int = tokens, step: Any = step) -> None:
                 runner.run_layer(layer, x[:tokens], step, out[:tokens])
 
-            yield _row(runner, artifact, phase, layer, tokens, sequence.length, seconds(device, work), rates, calls)
+            time = seconds(device, work, least)
+            kernels = [Kernel(name, seconds(device, functools.partial(f, *given), least)) for name, f, given in calls]
+            yield _row(runner, artifact, phase, layer, (sequence.length, tokens), time, rates, kernels)
         runner.commit(step)
 
 
 def _row(
-    runner: Runner, artifact: str, phase: str, layer: int, tokens: int, start: int, time: float,
-    rates: Mapping[str, float], calls: list[Call],
+    runner: Runner, artifact: str, phase: str, layer: int, part: tuple[int, int], time: float,
+    rates: Mapping[str, float], kernels: list[Kernel],
 ) -> Row:  # fmt: skip
-    role, linear = runner.config.role(layer), runner.program.linear
-    work = layer_work(runner.config, role, linear, [(start, tokens)])
+    role, linear, (start, tokens) = runner.config.role(layer), runner.program.linear, part
+    work = layer_work(runner.config, role, linear, [part])
     floor = max(work.bytes / rates["copy"], work.flops / rates["matrix"] if rates.get("matrix") else 0)
-    kernels = [Kernel(name, seconds(runner.device, functools.partial(f, *arguments))) for name, f, arguments in calls]
     of_attention = sum(k.seconds for k in kernels if k.kernel.startswith("sparse_attention"))
     flops = attended(runner.config, role, start, tokens).flops
     return {

@@ -11,14 +11,17 @@ from ds41_tvm.runtime.device import Device
 from ds41_tvm.runtime.device_base import Accelerator
 from ds41_tvm.runtime.device_cuda import CudaDevice
 
-LEAST = 0.02  # seconds that one measurement lasts at least
+Measure = Callable[[Callable[[], Any], int], float]  # seconds of so many runs
 
 
-def seconds(device: Device, work: Callable[[], Any], rounds: int = 3) -> float:
-    """Median time of `work` once. On a GPU it is captured first, as `StepGraph` does, and must take memory no more."""
+def seconds(device: Device, work: Callable[[], Any], least: float = 0.02, rounds: int = 3) -> float:
+    """Median time of `work` once, over `rounds` measurements of at least `least` seconds.
+
+    On a GPU it is captured first, as `StepGraph` does, and must take memory no more.
+    """
     work()
     if not isinstance(device, Accelerator):
-        return _repeated(work, lambda run, times: _wall(lambda: _all(run, times)), rounds)
+        return _repeated(work, lambda run, times: _wall(lambda: _all(run, times)), least, rounds)
     with device.capture() as made:
         work()
     graph = made[0]
@@ -31,12 +34,14 @@ def seconds(device: Device, work: Callable[[], Any], rounds: int = 3) -> float:
             run()
         return device.seconds(begin, device.timestamp())
 
-    return _repeated(lambda: device.launch(graph), measure, rounds)
+    return _repeated(lambda: device.launch(graph), measure, least, rounds)
 
 
-def _repeated(run: Callable[[], Any], measure: Callable[[Callable[[], Any], int], float], rounds: int) -> float:
+def _repeated(
+    run: Callable[[], Any], measure: Callable[[Callable[[], Any], int], float], least: float, rounds: int
+) -> float:
     measure(run, 1)
-    times = max(1, min(1000, int(LEAST / max(measure(run, 1), 1e-6))))
+    times = max(1, min(1000, int(least / max(measure(run, 1), 1e-6))))
     return median(measure(run, times) / times for _ in range(rounds))
 
 

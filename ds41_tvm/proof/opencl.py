@@ -21,7 +21,8 @@ Function = Callable[..., Any]
 # Products are rounded where the program rounds them, as nvcc is told to (see `schedule.cuda.common`).
 _HEAD = "#pragma OPENCL FP_CONTRACT OFF\n#pragma OPENCL EXTENSION cl_khr_fp64 : enable\n#define fmaf fma\n"
 _HEAD += "#define atomicAdd(at, by) atomic_add((volatile __local int*)(at), by)\n"
-_OPTIONS = ["-cl-fp32-correctly-rounded-divide-sqrt"]
+# Not optimised: programs with many barriers take PoCL ten times as long to compile as they run in a test.
+_OPTIONS = ["-cl-fp32-correctly-rounded-divide-sqrt", "-cl-opt-disable"]
 _GROUP = 8  # kernels of one OpenCL program
 _TAGS = [f"blockIdx.{axis}" for axis in "xyz"], [f"threadIdx.{axis}" for axis in "xyz"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,8 +75,16 @@ def rope_table(freqs: F32, positions: NDArray[Any]) -> F32:
     position 1 600 000 they are those of glibc's ``cosf`` and ``sinf``, from which torch's ``polar`` takes its
     values.
     """
-    angle = np.asarray(positions).astype(np.float32)[:, None] * freqs
-    return np.stack(_cos_sin(angle), axis=-1)
+    return rope_tables([(freqs, positions)])[0]
+
+
+def rope_tables(wanted: Sequence[tuple[F32, NDArray[Any]]]) -> list[F32]:
+    """`rope_table` of each (frequencies, positions), in one pass: for few positions the calls are what costs."""
+    angles = [np.asarray(positions).astype(np.float32)[:, None] * freqs for freqs, positions in wanted]
+    table = np.stack(_cos_sin(np.concatenate([angle.reshape(-1) for angle in angles])), axis=-1)
+    ends = np.cumsum([angle.size for angle in angles])
+    parts = np.split(table, ends[:-1])
+    return [part.reshape(*angle.shape, 2) for part, angle in zip(parts, angles, strict=True)]
 
 
 def _cos_sin(angle: F32) -> tuple[F32, F32]:

@@ -7,6 +7,7 @@ Arrays of a device support what the runner does with them: ``len``, ``shape``, `
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ds41_tvm.packing import ALIGNMENT, aligned, aligned_copy
+from ds41_tvm.packing import ALIGNMENT, address, aligned, aligned_copy
 
 # NumPy array on the host, DeviceArray elsewhere.
 Array = Any
@@ -82,7 +83,7 @@ class Device(Protocol):
 
 def zero_pages(shape: Shape, dtype: Any) -> NDArray[Any]:
     """A zeroed, page-aligned array whose pages take memory only once they are written."""
-    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    size = math.prod(shape) * np.dtype(dtype).itemsize
     out: NDArray[Any] = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size).view(dtype).reshape(shape)
     return out
 
@@ -132,7 +133,7 @@ class Host:
         return placed
 
     def fits(self, array: NDArray[Any]) -> bool:
-        return array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % ALIGNMENT == 0
+        return array.flags.c_contiguous and array.flags.writeable and address(array) % ALIGNMENT == 0
 
     def leap(self, count: int) -> int:
         return count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,17 @@ class Context:
     workspace: Workspace
     device: Device
     keys: str
+    _found: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, kernel: Kernel) -> Callable[..., Any]:
         return self.functions[kernel.name]
+
+    def of(self, what: Callable[..., Kernel], *sizes: Any) -> Callable[..., Any]:
+        """The function of the kernel ``what(program, *sizes)``, found by name once: names are long."""
+        key = what, *sizes
+        if key not in self._found:
+            self._found[key] = self[what(self.program, *sizes)]
+        return self._found[key]
 
     def fitting(self, array: Array, name: str) -> Array:
         """`array`, or a copy in scratch memory of that name if kernels cannot take it where it lies."""
@@ -70,17 +78,17 @@ class Layer:
 
         The output is a new array, or the first rows of `out`, a buffer like that of x.
         """
-        c, n, p, ctx = self.context.program.config, step.tokens, self.context.program, self.context
+        c, n, ctx = self.context.program.config, step.tokens, self.context
         rope = step.plan.rope[self.role.ratio > 0]
         qr = self._rows("qr", n, c.q_lora_rank)
-        ctx[p.norm(c.q_lora_rank)](self._linear("wq_a", x, n)[:n], self.weights.norm["q_norm"], qr[:n])
+        ctx.of(Program.norm, c.q_lora_rank)(self._linear("wq_a", x, n)[:n], self.weights.norm["q_norm"], qr[:n])
         q = self._rows("q", n, c.n_heads, c.head_dim)
         flat_q = self._linear("wq_b", qr, n)[:n].reshape(n, c.n_heads, c.head_dim)
-        ctx[p.rope(c.n_heads, c.head_dim)](flat_q, rope, q[:n])
+        ctx.of(Program.rope, c.n_heads, c.head_dim)(flat_q, rope, q[:n])
 
         rows = step.rows[self.role.layer]
         kv = self._norm_rope("wkv", "kv_norm", x, n, c.head_dim, rope)
-        ctx[p.pack("window", 1, c.head_dim)](kv, step.plan.rows, rows.window.reshape(n, 1, -1))
+        ctx.of(Program.pack, "window", 1, c.head_dim)(kv, step.plan.rows, rows.window.reshape(n, 1, -1))
         if self.role.kind == "full":
             self._compress(x, step, rows, trace)
         if self.role.kind in ("full", "reindex"):
@@ -90,7 +98,7 @@ class Layer:
         o = self._rows("o", n, c.n_heads, c.head_dim)
         self._attend(q[:n], step, rows, o[:n])
         back = self._rows("back", n, c.n_heads, c.head_dim)
-        ctx[p.rope(c.n_heads, c.head_dim, True)](o[:n], rope, back[:n])
+        ctx.of(Program.rope, c.n_heads, c.head_dim, True)(o[:n], rope, back[:n])
         grouped = self._linear("wo_a", back.reshape(len(back), -1), n)
         if out is None:
             out = ctx.device.empty((n + PAD_ROWS, c.dim), np.uint16)
@@ -114,7 +122,7 @@ class Layer:
 
     def _compress(self, x: Array, step: Step, rows: LayerRows, trace: Trace | None) -> None:
         """Latents and index keys of the groups that complete, written into the sequence's blocks."""
-        c, n, p, ctx = self.context.program.config, step.tokens, self.context.program, self.context
+        c, n, ctx = self.context.program.config, step.tokens, self.context
         layer, ratio = self.role.layer, self.role.ratio
         groups = step.groups[ratio]
         count = groups.count
@@ -126,34 +134,34 @@ class Layer:
             if not count:
                 return
             pooled = self._rows("pooled", count, c.head_dim)[:count]
-            ctx[p.pool(ratio)](kv, gate, ctx.caches.members[ratio].arrays[layer], groups.member, pooled)
+            ctx.of(Program.pool, ratio)(kv, gate, ctx.caches.members[ratio].arrays[layer], groups.member, pooled)
         else:
             pooled = self._linear("compressor.wkv", x, n)[:n]
         latent = self._rows("latent", count, c.head_dim)
-        ctx[p.norm(c.head_dim)](pooled, self.weights.norm["compressor.norm"], latent[:count])
+        ctx.of(Program.norm, c.head_dim)(pooled, self.weights.norm["compressor.norm"], latent[:count])
         key = self._norm_rope("indexer.wk", "indexer.k_norm", latent, count, c.index_head_dim, groups.rope)
         keys = ctx.caches.keys(layer)
-        ctx[p.pack("index", 1, c.index_head_dim)](key, groups.row, keys.reshape(len(keys), 1, -1))
+        ctx.of(Program.pack, "index", 1, c.index_head_dim)(key, groups.row, keys.reshape(len(keys), 1, -1))
         turned = self._rows("latent_rope", count, 1, c.head_dim)[:count]
-        ctx[p.rope(1, c.head_dim)](latent[:count].reshape(count, 1, -1), groups.rope, turned)
+        ctx.of(Program.rope, 1, c.head_dim)(latent[:count].reshape(count, 1, -1), groups.rope, turned)
         latents = ctx.caches.latents(layer)
-        ctx[p.pack("latent", 1, c.head_dim)](turned, groups.row, latents.reshape(len(latents), 1, -1))
+        ctx.of(Program.pack, "latent", 1, c.head_dim)(turned, groups.row, latents.reshape(len(latents), 1, -1))
         self._publish(step)
         if trace is not None:
             trace["latent"] = ctx.device.download(latent[:count])
 
     def _select(self, x: Array, qr: Array, step: Step, rows: LayerRows, trace: Trace | None) -> None:
         """The compressed positions that each query attends to, ``rows.selection``; a candidate source's blocks too."""
-        c, n, p, ctx = self.context.program.config, step.tokens, self.context.program, self.context
+        c, n, ctx = self.context.program.config, step.tokens, self.context
         heads, dim = c.index_n_heads, c.index_head_dim
         turned = self._rows("index_rope", n, heads, dim)[:n]
-        ctx[p.rope(heads, dim)](
+        ctx.of(Program.rope, heads, dim)(
             self._linear("indexer.wq_b", qr, n)[:n].reshape(n, heads, dim), step.plan.rope[True], turned
         )
         q = self._rows("index_q", n, heads, formats.row_bytes("index", dim), dtype=np.uint8)[:n]
-        ctx[p.pack("index", heads, dim)](turned, step.plan.rows, q)
+        ctx.of(Program.pack, "index", heads, dim)(turned, step.plan.rows, q)
         w = self._rows("index_weights", n, heads)[:n]
-        ctx[p.scale_weights()](self._linear("indexer.weights_proj", x, n)[:n], w)
+        ctx.of(Program.scale_weights)(self._linear("indexer.weights_proj", x, n)[:n], w)
         allowed = None
         if self.role.candidate_source is not None:
             allowed = step.done[self.role.candidate_source].candidates
@@ -209,18 +217,18 @@ class Layer:
             place, chosen = self._target(rows.selection[part], "chosen")
             blocks = None
             if allowed is None:
-                ctx[p.scores(False)](*common, s)
+                ctx.of(Program.scores, False)(*common, s)
                 self._topk(c.index_topk, s, total, visible, chosen)
             else:
                 some = allowed[part] if used == allowed.shape[1] else np.ascontiguousarray(allowed[part, :used])
                 blocks = ctx.fitting(some, "some blocks")
-                ctx[p.scores(True)](*common, blocks, s)
+                ctx.of(Program.scores, True)(*common, blocks, s)
                 if exact_ties:
                     self._topk(c.index_topk, s, total, visible, chosen)
                 else:
                     limit = ctx.workspace.get("limit", (last - first,), np.int32)
-                    ctx[p.candidate_limit()](blocks, visible, limit)
-                    ctx[p.topk(c.index_topk, True)](s, limit, blocks, chosen)
+                    ctx.of(Program.candidate_limit)(blocks, visible, limit)
+                    ctx.of(Program.topk, c.index_topk, True)(s, limit, blocks, chosen)
             if place is not chosen:
                 ctx.device.copy(place, chosen)
             if rows.candidates is not None:
@@ -231,10 +239,10 @@ class Layer:
 
     def _candidates(self, s: Array, groups: Groups, visible: Array, part: slice, out: Array) -> None:
         """The best candidate blocks of each query, ascending, into `out`."""
-        c, p, ctx = self.context.program.config, self.context.program, self.context
+        c, ctx = self.context.program.config, self.context
         n, columns = s.shape
         best = ctx.workspace.get("block_scores", (n, -(-columns // c.candidate_block_size)), np.uint16)
-        ctx[p.block_scores()](s, visible, best)
+        ctx.of(Program.block_scores)(s, visible, best)
         place, chosen = self._target(out, "chosen_blocks")
         assert groups.visible_blocks is not None  # planned for the ratio of the candidate source
         assert groups.total_blocks is not None
@@ -250,7 +258,7 @@ class Layer:
         return array, self.context.workspace.get(name, array.shape, array.dtype)
 
     def _topk(self, k: int, s: Array, total: Array, limit: Array, out: Array) -> None:
-        function = self.context[self.context.program.topk(k)]
+        function = self.context.of(Program.topk, k)
         if self.context.program.ties == "torch-cpu":
             function(s, total, limit, out)
         else:
@@ -291,7 +299,7 @@ class Layer:
         linear, ctx = self._linears[name], self.context
         if linear.weight == "fp8" and name in FP8_LINEARS:
             y = self._rows("quantised", n, linear.k)
-            ctx[ctx.program.quantize_activation(linear.k)](x[:n], y[:n])
+            ctx.of(Program.quantize_activation, linear.k)(x[:n], y[:n])
             x = y
         if out is None:
             out = self._rows(name, n, linear.n)
@@ -307,11 +315,11 @@ class Layer:
 
     def _norm_rope(self, linear: str, norm: str, x: Array, n: int, dim: int, rope: Array) -> Array:
         """RoPE(norm(linear x)) of one row each: bf16 bits ``[n, 1, dim]``."""
-        p, ctx = self.context.program, self.context
+        ctx = self.context
         normed = self._rows(f"{linear} norm", n, 1, dim)[:n]
-        ctx[p.norm(dim)](self._linear(linear, x, n)[:n], self.weights.norm[norm], normed.reshape(n, dim))
+        ctx.of(Program.norm, dim)(self._linear(linear, x, n)[:n], self.weights.norm[norm], normed.reshape(n, dim))
         turned = self._rows(f"{linear} rope", n, 1, dim)[:n]
-        ctx[p.rope(1, dim)](normed, rope, turned)
+        ctx.of(Program.rope, 1, dim)(normed, rope, turned)
         return turned
 
 

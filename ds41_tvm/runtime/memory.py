@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from typing import Any
 
 import numpy as np
@@ -74,22 +75,34 @@ class RowPool:
         self.changes += 1
 
 
+VIEWS = 256  # views of scratch buffers that are kept
+
+
 class Workspace:
     """Scratch buffers by name, kept and grown from call to call. What a buffer holds on arrival is arbitrary."""
 
     def __init__(self, device: Device | None = None) -> None:
         self._device = device or Host()
         self._buffers: dict[str, Array] = {}
+        self._views: dict[Any, Array] = {}  # what was handed out: steady loops ask for the same over and over
         self.changes = 0  # times that a buffer came or grew: addresses hold until the next one
 
     def get(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """An aligned C-contiguous view of the named buffer; the last view of the same name shares its bytes."""
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        key = name, shape, dtype
+        view = self._views.get(key)
+        if view is not None:
+            return view
+        size = math.prod(shape) * np.dtype(dtype).itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.nbytes < size:
             buffer = self._buffers[name] = self._device.empty((size,), np.uint8)
             self.changes += 1
-        return buffer[:size].view(dtype).reshape(*shape)
+            self._views.clear()
+        elif len(self._views) >= VIEWS:
+            self._views.clear()
+        view = self._views[key] = buffer[:size].view(dtype).reshape(*shape)
+        return view
 
     @property
     def nbytes(self) -> int:

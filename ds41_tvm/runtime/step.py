@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ds41_tvm.errors import StateError, StepError
 from ds41_tvm.numerics.formats import row_bytes
 from ds41_tvm.program import PAD_ROWS
-from ds41_tvm.reference.rope import rope_table
+from ds41_tvm.reference.rope import rope_tables
 from ds41_tvm.runtime.device import Array
 from ds41_tvm.runtime.state import Caches, Sequence
 
@@ -141,16 +141,17 @@ def plan_step(
         )
     }  # fmt: skip
     arrays: dict[str, NDArray[Any]] = {**host, "rows": np.arange(n)}
-    for key, f in frequencies.items():
-        arrays[f"rope {key}"] = rope_table(f, position)
+    turns = {f"rope {key}": (f, position) for key, f in frequencies.items()}
     end = (start + count)[sequence]
     arrays["keep"], arrays["keep to"] = _kept(caches.window_ring, slot, sequence, position, end)
     completed: dict[int, tuple[I32, tuple[bool, ...]]] = {}
     width = caches.device.leap(max([1, *(len(s.table(ratio)) for s in sequences for ratio in caches.sources)]))
     for ratio in caches.sources:
-        made = _plan_groups(caches, frequencies[True], ratio, sequences, start, count, base, sequence, position, width)
+        made, group = _plan_groups(caches, ratio, sequences, start, count, base, sequence, position, width)
+        turns[f"{ratio} rope"] = frequencies[True], group * ratio
         arrays |= {f"{ratio} {name}": array for name, array in made.items()}
         completed[ratio] = arrays[f"{ratio} total"], tuple(bool(d) for d in (start + count) // ratio - start // ratio)
+    arrays |= zip(turns, rope_tables(list(turns.values())), strict=True)
     scratch = _row_specs(caches, n)
     if like is not None:
         _check_like(like, arrays, n)
@@ -272,7 +273,6 @@ def _checked(caches: Caches, parts: Iterable[tuple[Sequence, int]]) -> list[tupl
 
 def _plan_groups(
     caches: Caches,
-    frequencies: F32,
     ratio: int,
     sequences: tuple[Sequence, ...],
     start: I64,
@@ -281,8 +281,8 @@ def _plan_groups(
     sequence: I64,
     position: I64,
     width: int,
-) -> dict[str, NDArray[Any]]:
-    """Arrays of `Groups` by name; `width`: columns of the block table."""
+) -> tuple[dict[str, NDArray[Any]], I64]:
+    """Arrays of `Groups` by name but for `rope`, and the groups that complete; `width`: columns of the block table."""
     first, last = start // ratio, (start + count) // ratio
     done = last - first
     owner = np.repeat(np.arange(len(sequences)), done)
@@ -304,7 +304,6 @@ def _plan_groups(
         table[i, : len(blocks)] = blocks
     rows = [s.rows(ratio, group[owner == i]) for i, s in enumerate(sequences)]
     out["member"] = row
-    out["rope"] = rope_table(frequencies, group * ratio)
     out["row"] = np.concatenate([np.zeros(0, np.int64), *rows])
     out["visible"] = ((position + 1) // ratio).astype(np.int32)
     out["total"] = last[sequence].astype(np.int32)
@@ -313,4 +312,4 @@ def _plan_groups(
     if source in caches.program.layers and c.role(source).ratio == ratio:
         size = c.candidate_block_size
         out["visible_blocks"], out["total_blocks"] = -(-out["visible"] // size), -(-out["total"] // size)
-    return out
+    return out, group

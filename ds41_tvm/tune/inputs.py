@@ -20,7 +20,7 @@ from ds41_tvm.program import Kernel, Linear
 Array = NDArray[Any]
 Params = dict[str, Any]
 GARBAGE = 0xA5
-MANY = 192  # tokens of a kernel for many rows: whole tiles of every height
+MANY = 96  # tokens of a kernel for many rows: whole tiles of every height
 FEW = 16  # tokens up to which a linear layer is bound by reading its weights
 RATE = 3.0e-4  # spacing of rotation angles
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import socket
 from collections.abc import Sequence
@@ -77,9 +77,11 @@ class Fleet:
 
 
 def require(package: str, what: str, extra: str = "tune") -> None:
-    """Raises TuneError if a package of an extra is missing."""
-    if importlib.util.find_spec(package) is None:
-        raise TuneError(f"{what} needs the package {package}; install ds41-tvm[{extra}]")
+    """Raises TuneError if a package of an extra is missing, or lacks what it needs itself."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise TuneError(f"{what} needs the package {package} ({error}); install ds41-tvm[{extra}]") from error
 
 
 class Bench:
@@ -93,9 +95,12 @@ class Bench:
         os.environ.setdefault("TVM_NUM_THREADS", str(available_threads()))
         os.environ.setdefault("TVM_BIND_THREADS", "0")
         os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
+        import ds41_tvm.compiler.build  # noqa: F401 - lets interruptions through TVM's calls into Python
+
+        servers = fleet.servers() if fleet else 0  # first of all: it fails where there are none
         worker.prepare()
         self._builder = _builder(min(2, available_threads()), built)
-        self._runner = _runner(fleet)
+        self._runner = _runner(fleet, servers)
 
     @property
     def place(self) -> str:
@@ -104,7 +109,7 @@ class Bench:
 
     def build(self, inputs: Sequence[Any]) -> list[Any]:
         """MetaSchedule's BuilderResult of each of its BuilderInputs."""
-        return list(self._builder.build(list(inputs)))
+        return list(self._builder._inst.build(list(inputs)))  # not through TVM, which would lose an interruption
 
     def run(self, jobs: Sequence[Job], use: worker.Use = worker.evaluate) -> list[Any]:
         """RunnerResult of each job, in order; a fleet works on several at a time. Its numbers are what `use` gives."""
@@ -157,7 +162,7 @@ def _call(job: tuple[Any, tuple[Any, ...]]) -> Any:
     return function(*arguments)
 
 
-def _runner(fleet: Fleet | None) -> Any:
+def _runner(fleet: Fleet | None, servers: int) -> Any:
     from tvm.s_tir.meta_schedule.runner import LocalRunner, RPCConfig, RPCRunner
 
     if fleet is None:
@@ -171,6 +176,6 @@ def _runner(fleet: Fleet | None) -> Any:
         rpc_config=RPCConfig(fleet.host, fleet.port, fleet.key, session_priority=1, session_timeout_sec=RUN_SECONDS),
         f_alloc_argument=worker.allocate_there,
         f_run_evaluator=worker.run_there,
-        max_workers=fleet.servers(),
+        max_workers=servers,
         initializer=worker.initialize,
     )

@@ -203,7 +203,7 @@ def marked(kernel: Kernel, target: Target) -> Any:
     import tvm
     from tvm import tirx
 
-    identity = Identity(kernel=kernel, target=target, program="", tvm="", threads=0, place="")
+    identity = Identity(kernel=kernel, target=target, program="", tvm="", threads=0, place="", cases="")
     nothing = tirx.PrimFunc([], tirx.Evaluate(0)).with_attr("global_symbol", ENTRY)
     return tvm.IRModule({ENTRY: nothing.with_attr(IDENTITY, msgspec.json.encode(identity).decode())})
 
@@ -268,4 +268,8 @@ def _cost_model(task: Task, model: CostModel) -> Any:
             rows = [[values_of(c.sch.mod)[name] for name in names] for c in candidates]
             return [tvm.runtime.tensor(np.log2(np.array([row], np.float32) + 1)) for row in rows]
 
-    return ms.cost_model.XGBModel(extractor=KnobFeatures(), num_warmup_samples=WARMUP)
+    # A handful of numbers and of measurements: shallow trees, and few of them.
+    small = ms.cost_model.xgb_model.XGBConfig(max_depth=4, nthread=1)
+    return ms.cost_model.XGBModel(
+        extractor=KnobFeatures(), config=small, num_warmup_samples=WARMUP, early_stopping_rounds=10
+    )

@@ -7,9 +7,7 @@ next run goes on from there.
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,21 +18,17 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ds41_tvm.bench import machine
-from ds41_tvm.errors import TuneError, UsageError, WrongProgram
-from ds41_tvm.program import Kernel, Program
+from ds41_tvm.errors import TuneError, UsageError
+from ds41_tvm.program import Program
 from ds41_tvm.tune import records, worker
 from ds41_tvm.tune.apply import program_digest, stale
 from ds41_tvm.tune.database import BUILT, open_database, work_folder
-from ds41_tvm.tune.inputs import Case, cases, checks, flops
-from ds41_tvm.tune.measure import Bench, Fleet, Job
+from ds41_tvm.tune.finish import Finish, floor
+from ds41_tvm.tune.inputs import cases
+from ds41_tvm.tune.measure import Bench, Fleet
 from ds41_tvm.tune.records import Record
-from ds41_tvm.tune.search import BATCH, CostModel, Search, remove
+from ds41_tvm.tune.search import BATCH, CostModel, Search
 from ds41_tvm.tune.task import Task, Unit, Values, units
-
-FINALISTS = 3  # choices that are measured again when a search has ended
-ROUNDS = 5  # times that default and winner are timed, in turn, for the record
-WORTH = 0.98  # a winner needs at most this part of the default's time; else the default stays
-FEW = (2, 3, 4, 6, 8, 12, 16)  # tokens tried through the one-row kernel
 
 
 class Progress(NamedTuple):
@@ -106,6 +100,7 @@ class Session:
         self.tvm = str(tvm.__version__)
         self.outcome = Outcome()
         self._deadline = time.monotonic() + options.seconds
+        self._measured: dict[str, float] = {}
         self._pace = 2.0  # seconds a candidate takes; learnt on the way
 
     def run(self) -> Outcome:
@@ -173,6 +168,7 @@ class Session:
             tvm=self.tvm,
             threads=self.options.threads,
             place=bench.place,
+            cases="; ".join(map(str, cases(task.kernel))),
         )
         return Search(task, identity, database, bench, self.options.model, self.options.seed)
 
@@ -206,15 +202,17 @@ class Session:
     # ---- from measurements to records
 
     def _finish(self, unit: Unit, searches: list[Search], bench: Bench) -> None:
-        values, compared = self._final(searches, bench)
+        """Choose, check and save; what cannot be is reported as refused."""
+        finish = Finish(self.program.target, bench)
         try:
+            values, compared = finish.final(searches)
             for search, chosen in zip(searches, values, strict=True):
-                self._check(search.task, chosen, bench)
-        except WrongProgram as error:
+                finish.check(search.task, chosen)
+            if unit.linear is not None:
+                values[-1] = values[-1] | {"few": finish.few(searches, values)}
+        except TuneError as error:
             self.outcome.refused.append(str(error))
             return
-        if unit.linear is not None:
-            values[-1] = values[-1] | {"few": self._few(searches, values, bench)}
         environment = self._environment(bench)
         key = records.digest(environment)[7:23]
         limits = self._limits(bench)
@@ -225,90 +223,11 @@ class Session:
         records.save(self.folder, made, {key: environment})
         self.outcome.saved += made
 
-    @contextmanager
-    def _built(self, kernels: Sequence[Kernel], bench: Bench) -> Iterator[list[str]]:
-        """Artefacts of kernels, for a while. Raises TuneError if one does not compile now although it did before."""
-        from tvm.s_tir.meta_schedule.builder import BuilderInput
-
-        from ds41_tvm.compiler.targets import tvm_target
-        from ds41_tvm.tune.search import marked
-
-        target = tvm_target(self.program.target)
-        results = bench.build([BuilderInput(marked(kernel, self.program.target), target) for kernel in kernels])
-        for kernel, result in zip(kernels, results, strict=True):
-            if result.error_msg is not None:
-                raise TuneError(f"{kernel.name} with {dict(kernel.knobs)} could not be compiled: {result.error_msg}")
-        paths = [str(result.artifact_path) for result in results]
-        try:
-            yield paths
-        finally:
-            for path in paths:
-                remove(path)
-
-    def _run(self, jobs: Sequence[Job], bench: Bench, use: worker.Use) -> list[list[float]]:
-        out = []
-        for job, result in zip(jobs, bench.run(jobs, use), strict=True):
-            if result.run_secs is None:
-                raise TuneError(f"{job.kernel.name} with {dict(job.kernel.knobs)} could not be run: {result.error_msg}")
-            out.append([float(x) for x in result.run_secs])
-        return out
-
-    def _final(self, searches: list[Search], bench: Bench) -> tuple[list[Values], list[tuple[float, float]]]:
-        """Values of each task, and seconds of its default program and of the one with these values.
-
-        The search measures everything once, at different times. The best of it are measured again, in turn with the
-        default program, and the best of these is taken if it is worth it. The tiles of a linear layer are one choice
-        for two kernels.
-        """
-        finalists = choose(searches)
-        times = []
-        for i, search in enumerate(searches):
-            kernels = list(dict.fromkeys([search.task.kernel, *(search.task.with_values(v[i]) for v in finalists)]))
-            with self._built(kernels, bench) as paths:
-                jobs = [Job(path, kernel, cases(kernel)) for path, kernel in zip(paths, kernels, strict=True)]
-                seconds = dict(zip(kernels, self._timed(jobs, bench), strict=True))
-            times.append([seconds[search.task.kernel], *(seconds[search.task.with_values(v[i])] for v in finalists)])
-        ratios = [math.prod(of_task[1 + n] / of_task[0] for of_task in times) for n in range(len(finalists))]
-        best = min(range(len(finalists)), key=lambda n: ratios[n])
-        if ratios[best] > WORTH:
-            return [s.task.default for s in searches], [(of_task[0], of_task[0]) for of_task in times]
-        return finalists[best], [(of_task[0], of_task[1 + best]) for of_task in times]
-
-    def _timed(self, jobs: list[Job], bench: Bench, rounds: int = ROUNDS) -> list[float]:
-        """Median seconds of each job, measured `rounds` times in turn."""
-        times = self._run(jobs * rounds, bench, worker.evaluate)
-        return [statistics.median(t[0] for t in times[i :: len(jobs)]) for i in range(len(jobs))]
-
-    def _check(self, task: Task, chosen: Values, bench: Bench) -> None:
-        """Raises WrongProgram unless the chosen program gives the bits of the default one."""
-        kernels = [task.kernel, task.with_values(chosen)]
-        with self._built(kernels, bench) as paths:
-            jobs = [Job(path, kernel, checks(task.kernel)) for path, kernel in zip(paths, kernels, strict=True)]
-            want, got = self._run(jobs, bench, worker.fingerprint)
-        if want != got:
-            raise WrongProgram(
-                f"{task.name}: the program with {chosen} gives other results than the default program; it is refused "
-                f"and nothing is saved for this kernel: report this, it is a defect of the schedule"
-            )
-
-    def _few(self, searches: list[Search], values: list[Values], bench: Bench) -> int:
-        """Up to how many tokens the one-row kernel is as fast as the one for many rows."""
-        kernels = [s.task.with_values(v) for s, v in zip(searches, values, strict=True)]
-        few = 1
-        with self._built(kernels, bench) as paths:
-            for tokens in FEW:
-                jobs = [Job(path, kernel, (Case(tokens),)) for path, kernel in zip(paths, kernels, strict=True)]
-                one, many = self._timed(jobs, bench, 3)
-                if one > many:
-                    break
-                few = tokens
-        return few
-
     def _record(
         self, search: Search, values: Values, times: tuple[float, float], limits: dict[str, float], environment: str
     ) -> Record:
         task, target = search.task, self.program.target
-        kernel, case = task.with_values(values), cases(task.kernel)[-1]
+        kernel = task.with_values(values)
         limit, least = floor(kernel, limits)
         return Record(
             kernel=task.name,
@@ -318,7 +237,7 @@ class Session:
             ir=program_digest(kernel, target.kind),
             target=target.name,
             tvm=self.tvm,
-            case="; ".join(map(str, cases(task.kernel))) if case else "",
+            case="; ".join(map(str, cases(task.kernel))),
             before=times[0],
             after=times[1],
             limit=limit,
@@ -341,53 +260,14 @@ class Session:
         }
 
     def _limits(self, bench: Bench) -> dict[str, float]:
-        """What the machine can do, measured once a run; nothing is known of a fleet's machines."""
-        if not hasattr(self, "_measured"):
-            self._measured: dict[str, float] = {}
-            if self.options.fleet is None:
-                from ds41_tvm.bench.limits import Limits
+        """The most that the machine was seen to do in this run; nothing is known of a fleet."""
+        if self.options.fleet is None:
+            from ds41_tvm.bench.limits import Limits
 
-                sampled = Limits(self.program.target, self.options.threads).sample(passes=3)
-                self._measured = {kind: max(values) for kind, values in sampled.items()}
+            sampled = Limits(self.program.target, self.options.threads).sample(passes=3)
+            for kind, values in sampled.items():
+                self._measured[kind] = max(self._measured.get(kind, 0.0), *values)
         return self._measured
-
-
-def choose(searches: Sequence[Search]) -> list[list[Values]]:
-    """The `FINALISTS` best choices: values of each task. A linear layer's two tasks have the same packing width.
-
-    Of two tasks, the best by the product of their times, for every width from their best two.
-    """
-    if len(searches) == 1:
-        return [[values] for values, _ in searches[0].ranked()[:FINALISTS]]
-    default = searches[0].task.default.get("tile", 0)
-    found: list[tuple[float, list[Values]]] = []
-    for width in dict(searches[0].task.knobs).get("tile", (default,)):
-
-        def has_width(values: Values, width: int = width) -> bool:
-            return values.get("tile", default) == width
-
-        pairs = itertools.product(*(s.ranked(has_width)[:2] for s in searches))
-        found += [(math.prod(seconds for _, seconds in pair), [values for values, _ in pair]) for pair in pairs]
-    return [values for _, values in sorted(found, key=lambda pair: pair[0])[:FINALISTS]]
-
-
-def floor(kernel: Kernel, limits: dict[str, float]) -> tuple[str, float]:
-    """What bounds a kernel in the last of its situations, and the least seconds that allows; ("", 0) if unknown."""
-    if not limits:
-        return "", 0.0
-    from ds41_tvm.tune.inputs import arguments
-
-    seconds: dict[str, list[float]] = {}
-    for case in cases(kernel):
-        compute = "amx" if "amx" in limits and dict(kernel.params).get("form") == "amx" else "fma"
-        if kernel.op == "index_scores" and "vnni" in limits:
-            compute = "vnni"
-        moved = sum(array.nbytes for array in arguments(kernel, case, packed=True))
-        seconds.setdefault("read", []).append(moved / limits["read"])
-        seconds.setdefault(compute, []).append(flops(kernel, case) / limits[compute])
-    means = {kind: math.exp(statistics.mean(math.log(max(t, 1e-12)) for t in times)) for kind, times in seconds.items()}
-    kind = max(means, key=lambda name: means[name])
-    return kind, means[kind]
 
 
 def default_work(name: str) -> Path:

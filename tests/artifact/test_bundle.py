@@ -1,6 +1,7 @@
 """A bundle is complete, the same every time, and runs where TVM is not installed."""
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -83,3 +84,12 @@ def test_refusals(tiny, copy, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "x.tar").exists()
     assert main([str(copy)]) == 1
     assert capsys.readouterr().err.startswith("DigestMismatch: ")
+
+
+def test_only_files_are_replaced(tiny, tmp_path):
+    """A pipe or a device in the bundle's place stays what it is."""
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(errors.BundleError, match="expected the name of a file"):
+            bundle(tiny.path, place)
+    assert (tmp_path / "pipe").is_fifo()

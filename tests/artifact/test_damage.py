@@ -111,7 +111,7 @@ def strip_symbols(path):
 
 def duplicate_key(folder):
     text = (folder / MANIFEST).read_text()
-    (folder / MANIFEST).write_text(text.replace('"schema": 1,', '"schema": 1, "schema": 1,', 1))
+    (folder / MANIFEST).write_text(text.replace('"schema": 2,', '"schema": 2, "schema": 2,', 1))
 
 
 def header(path, change):
@@ -189,7 +189,7 @@ DAMAGE = {
     "edited without its digest": (with_text('"draft": 64', '"draft": 63'), errors.BadManifest, "changed after"),
     "no digest": (lambda f: edit(f, lambda m: m.pop("digest"), False), errors.BadManifest, "digest"),
     # the manifest's values, forged with a fresh digest
-    "newer schema": (replace_value((), 2, "schema"), errors.UnknownSchema, "schema version 2"),
+    "newer schema": (replace_value((), 3, "schema"), errors.UnknownSchema, "schema version 3"),
     "older schema": (replace_value((), 0, "schema"), errors.UnknownSchema, "schema version 0"),
     "schema is a text": (replace_value((), "1", "schema"), errors.BadManifest, "schema"),
     "schema is true": (replace_value((), True, "schema"), errors.BadManifest, "schema"),

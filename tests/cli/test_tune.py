@@ -40,7 +40,9 @@ def test_no_tracker(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     assert "does not answer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), ("7", 7), (None, float("inf"))])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), ("7", 7), (None, float("inf"))]
+)
 def test_times(text: str | None, seconds: float) -> None:
     assert parse_time(text) == seconds
 

@@ -16,7 +16,7 @@ import pytest
 from ds41_tvm.cli import run
 from ds41_tvm.errors import TuneError, UsageError
 from ds41_tvm.program import Kernel
-from ds41_tvm.tune import records, session, worker
+from ds41_tvm.tune import finish, records, session, worker
 from ds41_tvm.tune.database import RECORDS, WORKLOADS, open_database, work_folder
 from ds41_tvm.tune.session import Options, chosen_units, tune
 
@@ -55,7 +55,8 @@ def options(tmp_path: Path, **changes: Any) -> Options:
     return Options(**fields | changes)
 
 
-def test_killed_interrupted_and_resumed(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_and_resumed(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kernels: one of them gets a program that computes something else."""
     out, work = tmp_path / "out", tmp_path / "work"
     killed = start(work, out)
     wait_for(work, 1, killed)
@@ -64,55 +65,55 @@ def test_killed_interrupted_and_resumed(program: Any, tmp_path: Path, monkeypatc
     after_kill = lines(work)
     assert all(json.loads(line) for line in after_kill[:-1])
 
-    interrupted = start(work, out)
-    wait_for(work, len(after_kill) + 1, interrupted)
-    interrupted.send_signal(signal.SIGINT)
-    assert interrupted.wait(60) == 130
-    interrupted_lines = lines(work)
-    assert interrupted_lines[: len(after_kill)] == after_kill
-    assert all(json.loads(line) for line in interrupted_lines)
+    right = finish.Finish.built
 
+    def wrong_rotation(self: Any, kernels: Any) -> Any:
+        turned = [Kernel(k.op, tuple((n, 1 if n == "inverse" else v) for n, v in k.params), k.knobs) for k in kernels]
+        return right(self, [kernels[0], *turned[1:]])
+
+    monkeypatch.setattr(finish.Finish, "built", wrong_rotation)
     told: list[session.Progress] = []
     outcome = tune(program(), options(tmp_path), told.append)
-    assert outcome.refused == []
+    monkeypatch.undo()
     assert not outcome.out_of_time
+    assert told[0].trials > 0, "the first kernel goes on where it was"
     measured = [json.loads(line) for line in lines(work)]
     assert len(measured) == 10, "two kernels of five programs: each measured once over all runs"
     assert len({json.dumps([record[0], record[1][0]]) for record in measured}) == 10
-    assert told[0].trials > 0, "the first kernel goes on where it was"
-    assert len(outcome.saved) == 2
-    found = records.read(out / "x86-64-v3")
-    assert found.problems == ()
-    assert found.records == {r.kernel: r for r in outcome.saved}
-    for made in outcome.saved:
-        assert made.checked
-        assert made.trials == 5
-        assert 0 < made.after <= made.before
-        assert 0 < made.share_before <= made.share_after
     assert not any((work / "built").iterdir())
+
+    (message,) = outcome.refused
+    assert "rope__heads_1" in message
+    assert "gives other results than the default program" in message
+    (made,) = outcome.saved
+    assert made.op == "pack_rows"
+    found = records.read(out / "x86-64-v3")
+    assert found == records.Found({made.kernel: made}, ())
+    assert made.checked
+    assert made.trials == 5
+    assert 0 < made.after <= made.before
+    assert 0 < made.share_before <= made.share_after
 
     def no_bench(*_: Any) -> Any:
         raise AssertionError("a run whose records hold measures nothing")
 
     monkeypatch.setattr(session, "Bench", no_bench)
-    again = tune(program(), options(tmp_path))
-    assert again.saved == []
-    assert {r.kernel for r in again.held} == set(found.records)
-    monkeypatch.undo()
+    again = tune(program(), options(tmp_path, kernels=("pack_rows*",)))
+    assert (again.saved, again.held) == ([], [made])
 
-    # A program that computes something else: the winner is refused, the old record stays.
-    right = session.Session._built
 
-    def wrong(self: Any, kernels: Any, bench: Any) -> Any:
-        turned = [Kernel(k.op, tuple((n, 1 if n == "inverse" else v) for n, v in k.params), k.knobs) for k in kernels[1:]]
-        return right(self, [kernels[0], *turned], bench)
-
-    monkeypatch.setattr(session.Session, "_built", wrong)
-    refused = tune(program(), options(tmp_path, again=True, kernels=("rope__heads_1_*",)))
-    assert refused.saved == []
-    (message,) = refused.refused
-    assert "gives other results than the default program" in message
-    assert records.read(out / "x86-64-v3").records == found.records
+@pytest.mark.slow
+def test_interrupted(tmp_path: Path) -> None:
+    """The command ends with its exit code for an interruption, and what it measured is there."""
+    process = start(tmp_path / "work", tmp_path / "out")
+    wait_for(tmp_path / "work", 2, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert all(json.loads(line) for line in lines(tmp_path / "work"))
+    worker.prepare()
+    database, report = open_database(tmp_path / "work")
+    assert report == []
+    assert len(database) == len(lines(tmp_path / "work"))
 
 
 @pytest.mark.parametrize("damage", ["torn", "edited record", "edited workload", "not a trace"])
@@ -132,7 +133,11 @@ def test_a_damaged_database_is_reported_and_survives(tmp_path: Path, damage: str
 
 
 def test_two_processes_do_not_share_a_work_folder(tmp_path: Path) -> None:
-    with work_folder(tmp_path / "w"), pytest.raises(TuneError, match="another process tunes in it"), work_folder(tmp_path / "w"):
+    with (
+        work_folder(tmp_path / "w"),
+        pytest.raises(TuneError, match="another process tunes in it"),
+        work_folder(tmp_path / "w"),
+    ):
         pass
     (tmp_path / "file").write_text("")
     with pytest.raises(TuneError, match="--work"), work_folder(tmp_path / "file"):

@@ -170,10 +170,10 @@ def _row(X, w, scale, Y, m, sizes):
             sums = T.sblock_alloc_buffer((sizes.tile,), sizes.total_type, scope="local")
             pairs = T.sblock_alloc_buffer((PAIRS, sizes.tile), "uint32")
             for b in range(m):
-                for step in range(sizes.k // STEP):
+                for block in range(sizes.k // STEP):
                     for i in T.vectorized(STEP):
-                        x[step * STEP + i] = bf16_to_f32(
-                            X[b, 0, vj * sizes.tile // (sizes.n // sizes.groups) * sizes.k + step * STEP + i]
+                        x[block * STEP + i] = bf16_to_f32(
+                            X[b, 0, vj * sizes.tile // (sizes.n // sizes.groups) * sizes.k + block * STEP + i]
                         )
                 for j in T.vectorized(sizes.tile):
                     sums[j] = T.Cast(sizes.total_type, T.float32(0))

@@ -1,10 +1,9 @@
-"""Sparse attention on tensor cores, as `kernels.attention.sparse_attention` but for one rounding.
+"""Sparse attention on tensor cores, as `kernels.attention.sparse_attention`.
 
 A block is a query and up to 64 of its heads. The rows come in tiles of 32, gathered once for all heads: those of the
 window first, then the selected latents, in ascending order. Scores are exact products summed in f32. The softmax runs
-along: sums so far are brought to each new maximum. The weights are rounded to bf16 before the second product, as in the
-official GPU kernel; their sum, the denominator, is not. That moves an output by at most 2^-8 of the sum of magnitudes
-that make it up, against the f32 weights of the CPU form.
+along: sums so far are brought to each new maximum. The second product takes each weight as the sum of three bf16
+values, which is exact, as in the CPU's form; `WEIGHT_PARTS` says what fewer would change.
 
 The tiles and their order follow from the query's position and selection alone, so a token's bits depend neither on its
 batch nor on `split`.
@@ -55,9 +54,10 @@ def _decode(s, raw, place, tile, window, words, factors, values, vx):
 
 
 def _steps(s: Sizes, window: Any) -> Any:
-    """Steps of a chain of scores; `window`: tiles of the window, never 0. For few heads in a form that does not look
-    constant: nvcc would unroll the
-    loop whole, and spill registers to have two blocks on a multiprocessor.
+    """Steps of a chain of scores; `window`: tiles of the window, never 0.
+
+    For few heads in a form that does not look constant: nvcc would unroll the loop whole, and spill registers so as to
+    have two blocks on a multiprocessor.
     """
     steps = s.steps // s.halves
     return T.min(window * steps, steps) if s.head_tiles == 1 else steps
@@ -69,7 +69,7 @@ def _attend(s, Q, F, R, sink, P, N, first, base, slots, L, B, C, Out, vt, part, 
     values = T.sblock_alloc_buffer((ROWS * s.dim // 2,), "uint32", scope=s.shared)
     raw = T.sblock_alloc_buffer((ROWS * s.raw_words,), "uint32", scope=s.shared)
     scores = T.sblock_alloc_buffer((s.halves, s.padded, SCORES), "float32", scope=s.shared)
-    weights = T.sblock_alloc_buffer((s.padded * ROWS // 2,), "uint32", scope=s.shared)
+    weights = T.sblock_alloc_buffer((s.weight_parts * s.padded * ROWS // 2,), "uint32", scope=s.shared)
     place = T.sblock_alloc_buffer((s.slots,), "int64", scope=s.shared)
     factor = T.sblock_alloc_buffer((s.padded,), "float32", scope=s.shared)
     tiles = T.sblock_alloc_buffer((2,), "int32", scope=s.shared)
@@ -82,7 +82,7 @@ def _attend(s, Q, F, R, sink, P, N, first, base, slots, L, B, C, Out, vt, part, 
     high = T.sblock_alloc_buffer((4,), "uint32", scope="local")
     words = T.sblock_alloc_buffer((4,), "uint32", scope="local")
     factors = T.sblock_alloc_buffer((2,), "uint32", scope="local")
-    fragment = T.sblock_alloc_buffer((s.head_tiles * 8,), "uint32", scope="local")
+    fragment = T.sblock_alloc_buffer((s.weight_parts * s.head_tiles * 4,), "uint32", scope="local")
     chain = T.sblock_alloc_buffer((s.row_tiles * 4,), "float32", scope="local")
     acc = T.sblock_alloc_buffer((s.head_tiles * s.channel_tiles * 4,), "float32", scope="local")
     place_window(s, place, tiles, P, N, first, base, slots, vt, vx)

@@ -112,9 +112,7 @@ def start_latents(s, raw, place, tile, L, vx):
 
 def _byte(raw: Any, at: Any, index: Any) -> Any:
     """Byte `index` from word `at` on."""
-    return T.bitwise_and(
-        T.shift_right(raw[at + index // 4], T.Cast("uint32", index % 4 * 8)), T.uint32(0xFF)
-    )
+    return T.bitwise_and(T.shift_right(raw[at + index // 4], T.Cast("uint32", index % 4 * 8)), T.uint32(0xFF))
 
 
 def _or_zero(place: Any, value: Any) -> Any:
@@ -152,9 +150,7 @@ def decode_latents(s, raw, place, tile, words, factors, values, vx):
             row: T.let = task // (s.dim // 16)
             eight: T.let = task % (s.dim // 16)
             for h in s.each(2):
-                factors[0] = memory.e4m3_scale_pair(
-                    _byte(raw, row * s.raw_words, s.dim // 2 + eight // 2 * 2 + h)
-                )
+                factors[0] = memory.e4m3_scale_pair(_byte(raw, row * s.raw_words, s.dim // 2 + eight // 2 * 2 + h))
                 for v in s.each(4):
                     words[v] = _or_zero(
                         place[s.window_slots + tile * ROWS + row],
@@ -170,6 +166,4 @@ def decode_latents(s, raw, place, tile, words, factors, values, vx):
                             T.uint32(memory.E2M1_FACTOR), factors[0],
                         ),
                     )  # fmt: skip
-                memory.store_words(
-                    s.mma, words, 0, 4, values, (), s.piece(row, eight // 2 * 4 + eight % 2 + h * 2)
-                )
+                memory.store_words(s.mma, words, 0, 4, values, (), s.piece(row, eight // 2 * 4 + eight % 2 + h * 2))

@@ -12,6 +12,10 @@ THREADS = 256
 WARPS = THREADS // 32
 MOST_HEADS = 64  # of a block: their sums fill half of its registers
 INVALID = -(1 << 62)  # place of a slot without a row
+# bf16 values whose sum stands for a weight. One, as in the official GPU kernel, has an error of up to 2^-8 of the
+# weight, two have 2^-16, three none: eight bits each. The recorded outputs, made with f32 weights, ask for three:
+# already 2^-16 tips roundings to bf16 that follow. Each part takes as many products as the scores do.
+WEIGHT_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,15 @@ class Sizes:
     k: int
     split: int
     mma: str
+    weight_parts: int = WEIGHT_PARTS
 
     @property
     def parts(self) -> int:
-        """Blocks that share the heads of a query. Heads do not touch each other, so the bits stay the same."""
-        return self.split * -(-self.heads // (self.split * MOST_HEADS))
+        """Blocks that share the heads of a query. Heads do not touch each other, so the bits stay the same.
+
+        Where the heads are to be shared out at all, tiles of 16 are: fewer heads would not be less work.
+        """
+        return -(-self.heads // (MOST_HEADS if self.split == 1 else 16))
 
     @property
     def part_heads(self) -> int:
@@ -98,8 +106,9 @@ class Sizes:
 
     @property
     def channel_tiles(self) -> int:
-        """Tiles of 8 channels of a warp."""
-        return -(-self.dim // 8 // WARPS)
+        """Tiles of 8 channels of a warp: one, or pairs."""
+        tiles = -(-self.dim // 8 // WARPS)
+        return tiles if tiles == 1 else tiles + tiles % 2
 
     # ---- shared memory in words, 16-byte pieces of a row swapped about
 

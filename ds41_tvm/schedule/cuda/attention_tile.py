@@ -1,7 +1,7 @@
 """One tile of rows of sparse attention: scores, weights, and what they add to the output.
 
-Shared memory: queries ``[head, channel]``, rows ``[row, channel]`` and weights ``[head, row]`` as bf16 pairs, scores f32
-``[half, head, row]``. A tile of output channels belongs to one warp, which keeps its sums over all rows.
+Shared memory: queries ``[head, channel]``, rows ``[row, channel]`` and weights ``[part, head, row]`` as bf16 pairs,
+scores f32 ``[half, head, row]``. A tile of output channels belongs to one warp, which keeps its sums over all rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 
 from ds41_tvm.kernels.attention import LOWEST, sink_weight
 from ds41_tvm.kernels.expr import exp
-from ds41_tvm.numerics.tir import f32_bits, f32_to_bf16
+from ds41_tvm.numerics.tir import f32_bits, f32_to_bf16, round_bf16
 from ds41_tvm.schedule.cuda import memory
 from ds41_tvm.schedule.cuda.attention_sizes import INVALID, ROWS, THREADS
 from ds41_tvm.schedule.cuda.mma import from_lane, load_matrices, multiply
@@ -49,9 +49,7 @@ def score(s, queries, values, scores, steps, low, high, words, acc, exchange, vx
         acc[i] = T.float32(0)
     for step in range(steps):
         for v in T.vectorized(4):
-            low[v] = queries[
-                s.piece(tile * 16 + vx % 32 // 4, (side * (s.steps // s.halves) + step) * 4 + vx % 4) + v
-            ]
+            low[v] = queries[s.piece(tile * 16 + vx % 32 // 4, (side * (s.steps // s.halves) + step) * 4 + vx % 4) + v]
         for v in T.vectorized(4):
             high[v] = queries[
                 s.piece(tile * 16 + 8 + vx % 32 // 4, (side * (s.steps // s.halves) + step) * 4 + vx % 4) + v
@@ -88,7 +86,7 @@ def _pair(low: Any, high: Any) -> Any:
 
 @T.macro
 def weigh(s, scores, place, slot, weights, factor, top, total, part, words, exchange, vx):
-    """weights[h, r] = bf16(e^(s_r - top_h)), s_r = dim^-0.5 * score; top and total take the tile in.
+    """weights[part, h, r] = the bf16 parts of e^(s_r - top_h), s_r = dim^-0.5 * score; top and total take the tile in.
 
     Four lanes share a head. A factor of e^(old top - new top) brings what was summed before to the new top. Slots
     without a row weigh nothing; a NaN weighs NaN.
@@ -114,9 +112,7 @@ def weigh(s, scores, place, slot, weights, factor, top, total, part, words, exch
         top[1] = T.max(top[1], top[2])
     total[1] = T.float32(0)
     for c in s.each(8):
-        part[c] = T.Select(
-            _is_nan(part[c]), T.reinterpret("float32", T.uint32(NAN_BITS)), exp(part[c] - top[1])
-        )
+        part[c] = T.Select(_is_nan(part[c]), T.reinterpret("float32", T.uint32(NAN_BITS)), exp(part[c] - top[1]))
         part[c] = T.Select(place[slot + vx % 4 * 8 + c] == T.int64(INVALID), T.float32(0), part[c])
         total[1] = total[1] + part[c]
     for m in range(2):
@@ -126,36 +122,45 @@ def weigh(s, scores, place, slot, weights, factor, top, total, part, words, exch
         factor[head] = exp(top[0] - top[1])
     total[0] = total[0] * exp(top[0] - top[1]) + total[1]
     top[0] = top[1]
-    for i in s.each(4):
-        words[i] = _pair(part[i * 2], part[i * 2 + 1])
-    memory.store_words(s.mma, words, 0, 4, weights, (), s.weight_piece(head, vx % 4))
+    for w in s.each(s.weight_parts):
+        for i in s.each(4):
+            words[i] = _pair(part[i * 2], part[i * 2 + 1])
+        memory.store_words(s.mma, words, 0, 4, weights, (), w * (s.padded * ROWS // 2) + s.weight_piece(head, vx % 4))
+        for c in s.each(8):
+            part[c] = part[c] - round_bf16(part[c])
 
 
 @T.macro
 def add(s, values, weights, factor, fragment, words, acc, exchange, vx):
-    """acc[h, d] = acc[h, d] * factor_h + sum_r weights[h, r] * values[r, d] for the warp's channels."""
+    """acc[h, d] = acc[h, d] * factor_h + sum_r weights[., h, r] * values[r, d] for the warp's channels."""
     for t in s.each(s.head_tiles):
         for i in s.each(s.channel_tiles * 4):
             acc[t * s.channel_tiles * 4 + i] = (
                 acc[t * s.channel_tiles * 4 + i] * factor[t * 16 + i % 4 // 2 * 8 + vx % 32 // 4]
             )
-    for t in s.each(s.head_tiles * 2):
-        load_matrices(
-            s.mma, fragment, t * 4, False, weights, s.weight_piece(t // 2 * 16 + vx % 16, t % 2 * 2 + vx % 32 // 16),
-            exchange, vx,
-        )  # fmt: skip
-    for j in s.each(s.channel_tiles):
-        load_matrices(
-            s.mma, words, 0, True, values,
-            s.piece(vx % 32, T.min(vx // 32 * s.channel_tiles + j, s.dim // 8 - 1)), exchange, vx,
-        )  # fmt: skip
-        for h in s.each(2):
-            for t in s.each(s.head_tiles):
-                multiply(
-                    s.mma, acc, (t * s.channel_tiles + j) * 4, fragment[(t * 2 + h) * 4], fragment[(t * 2 + h) * 4 + 1],
-                    fragment[(t * 2 + h) * 4 + 2], fragment[(t * 2 + h) * 4 + 3], words[h * 2], words[h * 2 + 1],
-                    exchange, vx,
-                )  # fmt: skip
+    for h in s.each(ROWS // 16):
+        for t in s.each(s.weight_parts * s.head_tiles):
+            load_matrices(
+                s.mma, fragment, t * 4, False, weights,
+                t // s.head_tiles * (s.padded * ROWS // 2)
+                + s.weight_piece(t % s.head_tiles * 16 + vx % 16, h * 2 + vx % 32 // 16),
+                exchange, vx,
+            )  # fmt: skip
+        for j in s.each(-(-s.channel_tiles // 2)):
+            load_matrices(
+                s.mma, words, 0, True, values,
+                s.piece(
+                    h * 16 + vx % 16, T.min(vx // 32 * s.channel_tiles + j * 2 + vx % 32 // 16, s.dim // 8 - 1)
+                ),
+                exchange, vx,
+            )  # fmt: skip
+            for i in s.each(min(2, s.channel_tiles)):
+                for t in s.each(s.weight_parts * s.head_tiles):
+                    multiply(
+                        s.mma, acc, (t % s.head_tiles * s.channel_tiles + j * 2 + i) * 4, fragment[t * 4],
+                        fragment[t * 4 + 1], fragment[t * 4 + 2], fragment[t * 4 + 3], words[i * 2], words[i * 2 + 1],
+                        exchange, vx,
+                    )  # fmt: skip
 
 
 @T.macro

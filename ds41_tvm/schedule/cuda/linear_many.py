@@ -1,7 +1,7 @@
 """Linear layers of many rows on tensor cores: blocks of rows and columns out of shared memory.
 
 Every step of 32 inner indices, x and w arrive in shared memory while the products of the steps before run; fp8 weights
-pass through registers, where each is decoded once for the block. Fragments hold the pairs that `linear_few` gives them,
+pass through registers, where each is decoded once for the block. Fragments hold the pairs that `linear_one` gives them,
 and the sums have the same order.
 
 Shared memory, in words of two inner indices: x ``[stage, row, 16]``, of which a lane reads four at a time, w ``[stage,
@@ -18,6 +18,7 @@ from ds41_tvm.numerics.tir import f32_to_bf16
 from ds41_tvm.schedule.cuda import memory
 from ds41_tvm.schedule.cuda.linear_sizes import PAIRS, STAGES, THREADS, Sizes
 from ds41_tvm.schedule.cuda.mma import exchange_shape, multiply
+
 
 def _piece(s: Sizes, pair: Any, piece: Any) -> Any:
     """Where 16-byte piece `piece` of row `pair` of a tile lies."""
@@ -97,7 +98,9 @@ def _products(s, xs, ws, x_stage, w_stage, low, high, words, acc, exchange, vx):
         for v in T.vectorized(4):
             low[v] = xs[x_stage, (vx // 32 // s.warp_columns * s.row_tiles + r) * 16 + vx % 32 // 4, vx % 4 * 4 + v]
         for v in T.vectorized(4):
-            high[v] = xs[x_stage, (vx // 32 // s.warp_columns * s.row_tiles + r) * 16 + vx % 32 // 4 + 8, vx % 4 * 4 + v]
+            high[v] = xs[
+                x_stage, (vx // 32 // s.warp_columns * s.row_tiles + r) * 16 + vx % 32 // 4 + 8, vx % 4 * 4 + v
+            ]
         for h in s.each(2):
             for j in s.each(s.lane_columns):
                 multiply(
@@ -139,6 +142,7 @@ def _store(s, Y, tot, words, first_row, column, vx, m):
 
 @T.macro
 def many_rows(s, X, W, scale, Y, vj, vb, vx, m):
+    """The columns of block vj of the rows of block vb."""
     xs = T.sblock_alloc_buffer((STAGES, s.block_rows, PAIRS), "uint32", scope=s.shared)
     ws = T.sblock_alloc_buffer((s.weight_stages, s.warp_columns, PAIRS, s.tile), "uint32", scope=s.shared)
     exchange = T.sblock_alloc_buffer(exchange_shape(s.mma, THREADS // 32), "uint32", scope="shared")

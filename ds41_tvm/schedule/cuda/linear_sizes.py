@@ -14,7 +14,7 @@ PAIRS = STEP // 2
 # Inner indices summed in the tensor cores' accumulators before they join the total, by type of the total.
 CHUNK = {"f32": 256, "f64": 128}
 MULTIPROCESSORS = 132  # of an H200; others have similar counts
-MOST_WARPS = 10  # that share the chunks of a block of few rows
+MOST_WARPS = 10  # that share the chunks of a block of one row
 THREADS = 256  # of a block of many rows
 STAGES = 4  # steps of many rows that are in shared memory or on their way there
 
@@ -62,7 +62,7 @@ class Sizes:
         """An f32 result as it is stored."""
         return value if self.out == "f32" else f32_to_bf16(value)
 
-    # ---- few rows
+    # ---- one row
 
     @property
     def columns(self) -> int:
@@ -72,8 +72,6 @@ class Sizes:
         """
         least = 8 if self.weight == "bf16" else 16
         options = [c for c in (self.tile, self.tile // 2, self.tile // 4) if c >= least]
-        if self.rows > 1:  # every block reads all of x
-            options = options[:2]
         return next((c for c in options if self.n // c >= 2 * MULTIPROCESSORS), options[-1])
 
     @property
@@ -102,11 +100,6 @@ class Sizes:
     def ahead(self) -> int:
         """Steps whose weights are loaded together: 32 registers of them."""
         return _largest_divisor(self.steps, max(1, 32 // (4 * self.words)))
-
-    @property
-    def shares(self) -> int:
-        """Results of a thread."""
-        return 1 if self.rows == 1 else -(-16 * self.columns // self.threads)
 
     # ---- many rows
 

@@ -80,9 +80,7 @@ _MAKE = {1: ("unsigned", "w0"), 2: ("uint2", "make_uint2(w0, w1)"), 4: ("uint4",
 def _store(count: int, address: Any, words: Any, at: Any) -> Any:
     kind, make = _MAKE[count]
     source = _STORE.format(n=count, args="".join(f", unsigned w{i}" for i in range(count)), type=kind, make=make)
-    return T.cuda.func_call(
-        f"ds41_store_{count}", address, *(words[at + i] for i in range(count)), source_code=source
-    )
+    return T.cuda.func_call(f"ds41_store_{count}", address, *(words[at + i] for i in range(count)), source_code=source)
 
 
 @T.macro

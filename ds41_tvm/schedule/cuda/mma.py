@@ -125,11 +125,7 @@ def multiply_s8(mma, c, a0, a1, a2, a3, b0, b1, words, thread):
     columns are those of `multiply`.
     """
     if mma == "ptx":
-        T.evaluate(
-            T.cuda.func_call(
-                "ds41_mma_s8", c[0], c[1], c[2], c[3], a0, a1, a2, a3, b0, b1, source_code=_MMA_S8
-            )
-        )
+        T.evaluate(T.cuda.func_call("ds41_mma_s8", c[0], c[1], c[2], c[3], a0, a1, a2, a3, b0, b1, source_code=_MMA_S8))
     else:
         words[thread, 0] = a0
         words[thread, 1] = a1

@@ -123,7 +123,7 @@ def _threshold(
 def _write(S, words, Out, vt, limit, width, vx, threads, turns, bits, key, scan, shared, mine, run, at):
     """The columns above the threshold and the first of those equal to it, ascending; `at(c)`: position of column c.
 
-    mine: the threshold; how many equal to it to take; greater and equal columns of earlier turns; those before a column.
+    mine: the threshold; how many equal to it to take; greater and equal columns of earlier turns; those before one.
     """
     mine[0] = shared[_KEY]
     mine[1] = shared[_EQUAL]

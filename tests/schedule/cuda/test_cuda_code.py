@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import struct
@@ -10,17 +9,21 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import ds41_tvm
+from ds41_tvm.artifact.elf import SharedLibrary
 from ds41_tvm.compiler import nvcc, objects
 from ds41_tvm.compiler.cuda import module_table, read_module_table
 from ds41_tvm.config import AttentionConfig
 from ds41_tvm.errors import CompileError, NoCudaCompiler, TargetError
+from ds41_tvm.program import Program, kernel
+from ds41_tvm.runtime.ffi import runtime_library
+from ds41_tvm.target import parse_target
 
 CUDA_MACHINE, MACHINE_OFFSET, FLAGS_OFFSET = 190, 18, 48  # of ELF
-SHARED_LIMIT = 227 << 10  # bytes of a block on sm_90
 
 REPORT = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'one_kernel' for 'sm_90'
@@ -55,19 +58,34 @@ except ValueError as error:
 """
 
 
+TARGET = parse_target("cuda:sm_90")
+FEW = (
+    kernel("copy_rows", size=33),
+    kernel("rms_norm", dim=16, eps=1e-20),
+    kernel("scale_weights", heads=6, factor=0.3),
+    kernel("topk_lowest_index", k=512, size=8),
+    kernel("topk_torch_cpu", k=3),
+)
+
+
+def compile_few() -> list[objects.CompiledKernel]:
+    return objects.compile_kernels(SimpleNamespace(kernels=lambda: FEW, target=TARGET))  # type: ignore[arg-type]
+
+
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """Layer 0 of the preset `tiny` for sm_90."""
-    out = tmp_path_factory.mktemp("cuda") / "tiny"
-    made = ds41_tvm.compile(AttentionConfig.preset("tiny"), out, layers=[0], target="cuda:sm_90")
-    return SimpleNamespace(path=out, manifest=made.manifest, digest=made.digest)
+def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A library of a few kernels for sm_90, and what is said about them."""
+    library = tmp_path_factory.mktemp("cuda") / "kernels.so"
+    compiled = compile_few()
+    objects.link([k.code for k in compiled], library, [k.device for k in compiled if k.device is not None])
+    return SimpleNamespace(library=library, compiled=compiled)
 
 
 def table(library: Path) -> bytes:
-    """The content of ``__tvm_ffi__library_bin``: it begins eight bytes before a tree, whose end `_lib` marks."""
+    """The content of ``__tvm_ffi__library_bin``, 64-byte aligned: its size, then a tree, whose end `_lib` marks."""
     data = library.read_bytes()
     mark = data.index(struct.pack("<Q", 4) + b"_lib")
-    for begin in range(mark - 8, 0, -8):
+    for begin in range(mark // 64 * 64, 0, -64):
         (size,) = struct.unpack_from("<Q", data, begin)
         (rows,) = struct.unpack_from("<Q", data, begin + 8)
         if rows * 16 + 8 == mark - begin and size < len(data):
@@ -75,69 +93,90 @@ def table(library: Path) -> bytes:
     raise AssertionError("no table of modules")
 
 
-def test_an_artifact_is_code_of_host_and_device(artifact: SimpleNamespace) -> None:
-    assert {p.name for p in artifact.path.iterdir()} == {"manifest.json", "kernels.cuda-sm_90.so", "kernels.ir.json"}
-    codes = read_module_table(table(artifact.path / "kernels.cuda-sm_90.so"))
-    assert len(codes) == len(artifact.manifest.kernels) > 10
-    for code, kernel in zip(codes, artifact.manifest.kernels, strict=True):
+def test_a_library_holds_code_of_host_and_device(made: SimpleNamespace) -> None:
+    codes = read_module_table(table(made.library))
+    assert len(codes) == len(FEW)
+    for code, wanted in zip(codes, FEW, strict=True):
         assert struct.unpack_from("<H", code, MACHINE_OFFSET)[0] == CUDA_MACHINE
         assert 90 in struct.pack("<I", struct.unpack_from("<I", code, FLAGS_OFFSET)[0])
-        assert f"{kernel.name}_kernel".encode() in code
+        assert f"{wanted.name}_kernel".encode() in code
+    assert set(SharedLibrary(made.library).kernels()) >= {k.name for k in FEW}
 
 
-def test_the_assemblers_report_is_in_the_manifest(artifact: SimpleNamespace) -> None:
-    assert json.loads((artifact.path / "manifest.json").read_text())["kernels"][0]["gpu"]
-    for kernel in artifact.manifest.kernels:
-        assert kernel.gpu, kernel.name
-        for function in kernel.gpu:
-            assert function.name.startswith(kernel.name)
-            assert function.spill_stores == function.spill_loads == 0, function.name
-            assert 0 < function.registers <= 65536 // function.threads
-            assert function.shared_bytes + function.dynamic_shared_bytes <= SHARED_LIMIT, function.name
+def check_report(kernels: list[objects.CompiledKernel], shared_limit: int) -> None:
+    for k in kernels:
+        assert k.entry.gpu, k.entry.name
+        for function in k.entry.gpu:
+            assert function.name.startswith(k.entry.name)
+            assert function.stack_bytes == function.spill_stores == function.spill_loads == 0, function
+            assert 0 < function.registers <= 65536 // function.threads, function
+            assert function.shared_bytes + function.dynamic_shared_bytes <= shared_limit, function
             assert function.threads % 32 == 0
 
 
-def test_equal_inputs_give_equal_bytes(artifact: SimpleNamespace, tmp_path: Path) -> None:
-    """A layer's kernels compiled again; the others are what this process already has."""
-    config = AttentionConfig.preset("tiny")
-    for key in [k for k in objects._compiled if k[0].kind == "cuda" and k[1].op in ("copy_rows", "rms_norm")]:
-        del objects._compiled[key]
-    again = ds41_tvm.compile(config, tmp_path / "again", layers=[0], target="cuda:sm_90")
-    assert again.digest == artifact.digest
-    for file in artifact.path.iterdir():
-        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
+def test_the_assemblers_report(made: SimpleNamespace) -> None:
+    check_report(made.compiled, 48 << 10)
+    assert [len(k.entry.gpu) for k in made.compiled] == [1, 1, 1, 1, 2]
+    assert not any(k.entry.fallback for k in made.compiled)
+
+
+# Shared memory that a block can have, in KiB.
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "shared"), [("sm_80", 163), ("sm_90", 227), ("sm_100", 227)])
+@pytest.mark.parametrize("linear", ["bf16", "fp8"])
+def test_kernels_of_the_released_sizes(level: str, shared: int, linear: Any) -> None:
+    """All compile; nothing is spilled, and shared memory suffices."""
+    config = AttentionConfig.preset("flash")
+    layers = tuple(range(config.n_layers))
+    program = Program(config=config, layers=layers, target=parse_target(f"cuda:{level}"), linear=linear)
+    check_report(objects.compile_kernels(program), shared << 10)
+
+
+@pytest.mark.slow
+def test_an_artifact(tmp_path: Path) -> None:
+    made = ds41_tvm.compile(AttentionConfig.preset("tiny"), tmp_path / "tiny", layers=[0], target="cuda:sm_90")
+    assert sorted(p.name for p in made.path.iterdir()) == ["kernels.cuda-sm_90.so", "kernels.ir.json", "manifest.json"]
+    assert len(read_module_table(table(made.path / "kernels.cuda-sm_90.so"))) == len(made.manifest.kernels)
+    assert all(k.gpu for k in made.manifest.kernels)
+
+
+def test_equal_inputs_give_equal_bytes(made: SimpleNamespace, tmp_path: Path) -> None:
+    for wanted in FEW[:2]:  # compiled again; the others are what this process already has
+        del objects._compiled[next(key for key in objects._compiled if key[0] == TARGET and wanted in key)]
+    again = compile_few()
+    library = tmp_path / "kernels.so"
+    objects.link([k.code for k in again], library, [k.device for k in again if k.device is not None])
+    assert [k.entry for k in again] == [k.entry for k in made.compiled]
+    assert library.read_bytes() == made.library.read_bytes()
 
 
 def stub(folder: Path, library: str, symbols: list[str]) -> Path:
     """A library that has `symbols`, all of which fail."""
     (folder / "stub.c").write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in symbols))
+    (folder / "stub.map").write_text(f"{library} {{ global: *; }};\n")  # the version that these symbols have
     out = folder / library
+    flags = ["-shared", "-fPIC", f"-Wl,-soname,{library}", "-Wl,--version-script=stub.map"]
     subprocess.run(
-        [objects.compiler(), "-x", "c", "-shared", "-fPIC", f"-Wl,-soname,{library}", "stub.c", "-o", str(out)],
+        [objects.compiler(), "-x", "c", *flags, "stub.c", "-o", str(out)],
         cwd=folder, check=True,
     )  # fmt: skip
     return out
 
 
-def test_tvms_runtime_loads_it(artifact: SimpleNamespace, tmp_path: Path) -> None:
+def test_tvms_runtime_loads_it(made: SimpleNamespace, tmp_path: Path) -> None:
     """In a process where libraries without content stand in for driver and CUDA runtime: every kernel is found."""
-    from ds41_tvm.artifact.elf import SharedLibrary
-    from ds41_tvm.runtime.ffi import runtime_library
-
     runtime = runtime_library()[0].with_name("libtvm_runtime_cuda.so")
     wanted = sorted(name for name in undefined(runtime) if name.startswith("cu"))
     assert "cuModuleLoadData" in wanted
     driver = stub(tmp_path, "libcuda.so.1", [n for n in wanted if n[2].isupper()])
     cudart = stub(tmp_path, "libcudart.so.13", [n for n in wanted if not n[2].isupper()])
-    library = artifact.path / "kernels.cuda-sm_90.so"
-    code = LOAD.replace("NAME", repr(artifact.manifest.kernels[0].name))
+    code = LOAD.replace("NAME", repr(FEW[0].name))
     done = subprocess.run(
-        [sys.executable, "-c", code, str(library), str(driver), str(cudart)],
+        [sys.executable, "-c", code, str(made.library), str(driver), str(cudart)],
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == f"{len(artifact.manifest.kernels)} {{'cuda'}} expected cuda"
-    assert set(SharedLibrary(library).kernels()) >= {k.name for k in artifact.manifest.kernels}
+    assert done.stdout.strip() == f"{len(FEW)} {{'cuda'}} expected cuda"
 
 
 def undefined(library: Path) -> set[str]:
@@ -150,14 +189,9 @@ def test_reports_are_read_function_by_function() -> None:
     found = nvcc.report(REPORT)
     assert list(found) == ["one_kernel", "two_kernel"]
     one, two = found.values()
-    assert (one.registers, one.stack_bytes, one.spill_stores, one.spill_loads, one.shared_bytes) == (
-        64,
-        8,
-        12,
-        16,
-        17028,
-    )
-    assert (two.registers, two.stack_bytes, two.spill_stores, two.spill_loads, two.shared_bytes) == (10, 0, 0, 0, 0)
+    names = ("registers", "stack_bytes", "spill_stores", "spill_loads", "shared_bytes")
+    assert [getattr(one, name) for name in names] == [64, 8, 12, 16, 17028]
+    assert [getattr(two, name) for name in names] == [10, 0, 0, 0, 0]
 
 
 def test_a_table_of_modules_is_read_back() -> None:
@@ -165,6 +199,24 @@ def test_a_table_of_modules_is_read_back() -> None:
     data = module_table([(b"functions", code) for code in codes])
     assert read_module_table(data) == codes
     assert struct.unpack_from("<Q", data)[0] == len(data) - 8
+
+
+ARITHMETIC = """
+extern "C" __global__ void apart(float* a, float* b) { a[0] = a[1] * a[2] + a[3]; b[0] = sqrtf(a[4]) / a[5]; }
+extern "C" __global__ void fused(float* a) { a[0] = fmaf(a[1], a[2], a[3]); }
+"""
+
+
+def test_nothing_is_contracted_that_does_not_say_so(tmp_path: Path) -> None:
+    """With the flags that kernels are compiled with; division and root are IEEE's, subnormal numbers are kept."""
+    (tmp_path / "kernel.cu").write_text(ARITHMETIC)
+    flags = [flag for flag in nvcc.FLAGS if flag not in ("-cubin", "-Xptxas=-v")]
+    command = [str(nvcc.find_nvcc()), "-ptx", *flags, "-arch=sm_90", "kernel.cu", "-o", "kernel.ptx"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    _, apart, fused = (tmp_path / "kernel.ptx").read_text().split(".entry ")
+    assert "fma" not in apart
+    assert all(word in apart for word in ("mul.rn.f32", "add.rn.f32", "div.rn.f32", "sqrt.rn.f32"))
+    assert "fma.rn.f32" in fused
 
 
 def test_source_that_nvcc_refuses() -> None:
@@ -180,6 +232,12 @@ def test_without_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(NoCudaCompiler, match="pip install 'ds41-tvm"):
         ds41_tvm.compile(AttentionConfig.preset("tiny"), tmp_path / "out", layers=[0], target="cuda:sm_100")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_cuda_is_not_built_in_the_process() -> None:
+    config = AttentionConfig.preset("tiny")
+    with pytest.raises(TargetError, match="make an artefact and load it"):
+        ds41_tvm.build(config, {}, layers=[0], target="cuda:sm_90")
 
 
 def test_the_target_of_proofs_makes_no_artifact(tmp_path: Path) -> None:

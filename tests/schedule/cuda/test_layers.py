@@ -13,10 +13,11 @@ from ds41_tvm.golden import judge, load_case, play
 from ds41_tvm.golden.runner import runner_caches, runner_forward
 
 FOLDER = Path(__file__).parents[2] / "golden"
-CASES = sorted(p.name for p in FOLDER.glob("*.npz") if p.name.startswith(("tiny_", "mid_", "checkpoint_")))
+CASES = sorted(p.name for p in FOLDER.glob("*.npz") if p.name.startswith(("tiny_", "mid_")))
+LONG = sorted(p.name for p in FOLDER.glob("checkpoint_*.npz"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
 def test_case(name: str) -> None:
     """As for the CPU's own kernels: prefill, decode and batches, the same tolerance."""
     case = load_case(FOLDER / name)
