@@ -17,7 +17,7 @@ def _default_first(default: int, *others: int) -> tuple[int, ...]:
 
 
 def _linear_amx(p: Params) -> Space:
-    """`lead`: bytes that prefetches run ahead; `task_kib`: bf16 weights of a task; `panel`: row tiles laid out together."""
+    """`lead`: bytes of prefetch; `task_kib`: bf16 weights of a task; `panel`: row tiles laid out together."""
     if p["rows"] == 1:
         return {"lead": (1024, 0, 512, 2048, 4096, 8192)}
     return {"task_kib": (1024, 256, 512, 768, 1536), "panel": (32, 8, 16, 64)}

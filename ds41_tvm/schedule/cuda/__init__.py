@@ -7,8 +7,6 @@ dynamic shared memory and no tensor-core instructions.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,17 @@ from tvm.tirx import PrimFunc
 
 from ds41_tvm.program import Kernel
 from ds41_tvm.schedule.cpu import plain_kernel
-from ds41_tvm.schedule.cuda import norm, quantize, rope, rows, topk, topk_torch
+from ds41_tvm.schedule.cuda import (
+    attention,
+    indexer,
+    linear_mma,
+    norm,
+    quantize,
+    rope,
+    rows,
+    topk,
+    topk_torch,
+)
 from ds41_tvm.schedule.cuda.fallback import thread_bound
 
 Params = dict[str, Any]
@@ -33,15 +41,6 @@ def _fallback(op: str, p: Params, kind: str) -> PrimFunc | None:
     return thread_bound(plain_kernel(op, p))
 
 
-def _products() -> tuple[tuple[str, Rule], ...]:
-    """Rules of the modules for linear layers, index scores and attention, each in a tuple ``RULES``."""
-    found: tuple[tuple[str, Rule], ...] = ()
-    for name in ("linear_mma", "linear", "indexer", "attention"):
-        if importlib.util.find_spec(f"{__name__}.{name}") is not None:
-            found += getattr(importlib.import_module(f"{__name__}.{name}"), "RULES", ())
-    return found
-
-
 _OWN: dict[str, Callable[..., PrimFunc]] = {
     "rms_norm": norm.rms_norm,
     "rope": rope.rope,
@@ -56,7 +55,9 @@ _OWN: dict[str, Callable[..., PrimFunc]] = {
     "topk_torch_cpu": topk_torch.topk_torch_cpu,
 }
 RULES: tuple[tuple[str, Rule], ...] = (
-    *_products(),
+    *linear_mma.RULES,
+    *indexer.RULES,
+    *attention.RULES,
     *((op.replace("_", "-"), _program_of(factory, op)) for op, factory in _OWN.items()),
     ("rowwise", _fallback),
 )
