@@ -33,7 +33,7 @@ def test_names_are_symbols_and_unique() -> None:
 
 def test_layers_ask_for_what_their_role_needs() -> None:
     window = ops(program(layers=(0,)))
-    assert window == {"linear", "rms_norm", "rope", "pack_rows", "sparse_attention"}
+    assert window == {"linear", "rms_norm", "rope", "pack_rows", "copy_rows", "sparse_attention"}
     assert ops(program(layers=(2,))) - window == {
         "pool_groups", "scale_weights", "index_scores", "topk_lowest_index",
     }  # fmt: skip

@@ -178,8 +178,7 @@ def _fill(
         ),
         kernels=tuple(kernel.entry for kernel in kernels),
         files={
-            name: files.describe(folder / name, name in of_weights)
-            for name in sorted({module, schema.IR, *of_weights})
+            name: files.describe(folder / name, name in of_weights) for name in sorted({module, schema.IR, *of_weights})
         },
     )
 

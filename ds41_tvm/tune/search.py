@@ -253,7 +253,7 @@ def _cost_model(task: Task, model: CostModel) -> Any:
         return ms.cost_model.RandomModel()
     from ds41_tvm.tune.measure import require
 
-    require("xgboost", "the cost model xgb")
+    require("xgboost", "the cost model xgb", "xgb")
     from tvm.ir.utils import derived_object
     from tvm.s_tir.meta_schedule.feature_extractor import PyFeatureExtractor
 

@@ -77,7 +77,7 @@ def test_some_layers_without_weights_share_the_kernels(tiny, tmp_path):
     assert set(contents(made.path)) == {"manifest.json", "kernels.cpu.so", "kernels.ir.json"}
     assert [layer.role.layer for layer in made.manifest.layers] == [0, 2, 3]
     assert {k.ir for k in made.manifest.kernels} < {k.ir for k in tiny.manifest.kernels}
-    assert seen[0] == ("kernels", 0, len(made.manifest.kernels))
+    assert seen[0][::2] == ("kernels", len(made.manifest.kernels))  # some may be compiled already
     assert seen[-1] == ("kernels", len(made.manifest.kernels), len(made.manifest.kernels))
     with pytest.raises(errors.ConfigError, match="layer 2 is missing"):
         ds41_tvm.compile(tiny.config, tmp_path / "part", layers=[3])
@@ -95,8 +95,8 @@ def test_the_module_has_the_code_of_every_kernel(tiny):
 
 
 def test_refusals(tiny, tmp_path):
-    for target in ("cuda", "cuda:sm_90"):
-        with pytest.raises(errors.TargetError, match="CUDA cannot be compiled yet"):
+    for target, why in (("cuda", "unknown architecture"), ("cuda:sm_9", "sm_90"), ("opencl", "for proofs")):
+        with pytest.raises(errors.TargetError, match=why):
             ds41_tvm.compile(tiny.config, tmp_path / "x", target=target)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("do not lose")

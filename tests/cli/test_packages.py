@@ -56,7 +56,9 @@ def test_the_pinned_pair_is_declared_and_the_extras_too():
     declared = {(need.extra, need.name): need for need in requirements()}
     assert declared[None, "apache-tvm"].wanted == "==0.27.0.post1"
     assert declared[None, "apache-tvm-ffi"].wanted == "==0.1.14.post1"
-    assert {extra for extra, _ in declared} == {None, "tune", "onnx", "plot", "torch", "gpu-proof", "dev"}
+    assert {extra for extra, _ in declared} == {
+        None, "tune", "xgb", "onnx", "plot", "torch", "gpu-proof", "cuda", "dev",
+    }  # fmt: skip
 
 
 def test_from_the_source_folder_it_is_the_same(monkeypatch):

@@ -11,8 +11,8 @@ import pytest
 import tvm
 
 from ds41_tvm.compiler.targets import tvm_target
-from ds41_tvm.proof import opencl_functions
 from ds41_tvm.program import kernel, scores_form
+from ds41_tvm.proof import opencl_functions
 from ds41_tvm.schedule.cpu import plain_kernel, schedule
 from ds41_tvm.schedule.cpu.rowwise import schedule_rowwise
 from ds41_tvm.target import parse_target

@@ -14,8 +14,8 @@ from ds41_tvm.golden.runner import runner_caches, runner_forward
 
 FOLDER = Path(__file__).parents[2] / "golden"
 NAMES = sorted(p.name for p in FOLDER.glob("*.npz") if p.name.startswith(("tiny_", "mid_", "checkpoint_")))
-CASES = [name for name in NAMES if name.startswith("tiny_") or name == "mid_prefill150_decode10.lowest-index.npz"]
-LONG = [name for name in NAMES if name not in CASES]  # the larger ones again, for other ties and weights
+CASES = [name for name in NAMES if name.startswith("tiny_")]
+LONG = [name for name in NAMES if name not in CASES]
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
