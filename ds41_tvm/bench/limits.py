@@ -24,6 +24,7 @@ from ds41_tvm.bench.machine import last_cache
 from ds41_tvm.packing import aligned
 from ds41_tvm.runtime.threads import use_threads
 from ds41_tvm.schedule.cpu import amx
+from ds41_tvm.schedule.cpu.common import prefetch
 from ds41_tvm.target import Target
 
 _TASKS = 64  # pieces of the read buffer; every thread has some in a row
@@ -32,10 +33,6 @@ _LEAD = 1024  # int32 by which a prefetch runs ahead
 _CHAINS = 12  # independent accumulators: enough to cover the latency of two units
 _TURNS = 200_000
 PASSES = 5
-
-
-def _prefetch(pointer: Any) -> Any:
-    return T.call_llvm_intrin("void", "llvm.prefetch", pointer, T.int32(0), T.int32(3), T.int32(1))
 
 
 def _read(words: int, lead: int):
@@ -53,7 +50,7 @@ def _read(words: int, lead: int):
                 for i in range(words // _LANES):
                     if lead > 0:
                         for line in T.unroll(4):
-                            T.evaluate(_prefetch(x.access_ptr("r", offset=v * words + i * _LANES + line * 16 + lead)))
+                            T.evaluate(prefetch(x.access_ptr("r", offset=v * words + i * _LANES + line * 16 + lead)))
                     for lane in T.vectorized(_LANES):
                         total[lane] = total[lane] + x[v, i * _LANES + lane]
                 for lane in T.vectorized(_LANES):

@@ -17,7 +17,7 @@ def order_key(bits: Any) -> Any:
 
 
 @T.macro
-def _deciding_bucket(count, state):
+def deciding_bucket(count, state):
     """Walk down from the highest bucket to the one that holds the state[1]-th best; state[1] becomes the rank in it."""
     state[2] = T.int32(255)
     while count[state[2]] < state[1]:
@@ -39,14 +39,14 @@ def _select_row(S, L, Out, vt, k, count, state, position):
             count[i] = T.int32(0)
         for c in range(L[vt]):
             count[T.shift_right(order_key(S[vt, c]), 8)] = count[T.shift_right(order_key(S[vt, c]), 8)] + 1
-        _deciding_bucket(count, state)
+        deciding_bucket(count, state)
         state[0] = state[2]
         for i in range(256):
             count[i] = T.int32(0)
         for c in range(L[vt]):
             if T.shift_right(order_key(S[vt, c]), 8) == state[0]:
                 count[T.bitwise_and(order_key(S[vt, c]), 255)] = count[T.bitwise_and(order_key(S[vt, c]), 255)] + 1
-        _deciding_bucket(count, state)
+        deciding_bucket(count, state)
         state[0] = state[0] * 256 + state[2]
         state[3] = T.int32(0)
         for c in range(L[vt]):

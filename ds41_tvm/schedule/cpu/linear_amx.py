@@ -12,49 +12,33 @@ while all rows pass by.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from ds41_tvm.kernels.expr import e4m3_code_to_f32
-from ds41_tvm.numerics.tir import e8m0_to_f32, f32_to_bf16
+from ds41_tvm.numerics.tir import e8m0_to_f32
 from ds41_tvm.schedule.cpu import amx, e4m3
 from ds41_tvm.schedule.cpu.common import prefetch
+from ds41_tvm.schedule.linear_sizes import LinearSizes
 
 STEP, PAIRS, SIDE = amx.STEP, amx.PAIRS, amx.SIDE
 # Inner indices summed in a tile before they join the total, by type of the total: see `kernels.linear` for why.
 CHUNK = {"f32": 512, "f64": 128}
 
 
-class Sizes(NamedTuple):
+@dataclass(frozen=True)
+class Sizes(LinearSizes):
     """Static sizes of `kernels.linear.linear`, and the knobs."""
 
-    n: int
-    k: int
-    groups: int
-    weight: str
-    out: str
-    total: str
-    tile: int
     rows: int
     # One row reads every weight once: bytes by which prefetches run ahead of it (measured: 512 to 4096 are within 5 %,
     # none is a quarter slower).
     lead: int
     task_kib: int  # bf16 weights of a task of many rows: they are to stay in the second-level cache
     panel: int  # row tiles laid out at a time: bounds the memory of the layout
-
-    @property
-    def out_type(self) -> str:
-        return "float32" if self.out == "f32" else "uint16"
-
-    @property
-    def total_type(self) -> str:
-        return {"f32": "float32", "f64": "float64"}[self.total]
-
-    @property
-    def word_bytes(self) -> int:
-        return 2 if self.weight == "fp8" else 4
 
     @property
     def lines(self) -> int:
@@ -73,9 +57,6 @@ class Sizes(NamedTuple):
         tiles = self.n // self.tile
         fits = (c for c in range(tiles, 0, -1) if tiles % c == 0 and c * self.tile * self.k * 2 <= self.task_kib << 10)
         return next(fits, 1)
-
-    def store(self, value: Any) -> Any:
-        return value if self.out == "f32" else f32_to_bf16(value)
 
 
 def linear_amx(

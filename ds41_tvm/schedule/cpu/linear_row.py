@@ -7,30 +7,26 @@ column, a chunk's products in ascending order with one rounding each, then the c
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from ds41_tvm.kernels.expr import e4m3_code_to_f32
 from ds41_tvm.kernels.linear import chunk_of
-from ds41_tvm.numerics.tir import bf16_to_f32, e8m0_to_f32, f32_to_bf16
+from ds41_tvm.numerics.tir import bf16_to_f32, e8m0_to_f32
 from ds41_tvm.schedule.cpu import e4m3
 from ds41_tvm.schedule.cpu.common import prefetch
+from ds41_tvm.schedule.linear_sizes import LinearSizes
 
 STEP, PAIRS = 32, 16  # inner indices that share a block scale
 
 
-class Sizes(NamedTuple):
+@dataclass(frozen=True)
+class Sizes(LinearSizes):
     """Static sizes of `kernels.linear.linear` for one row, and the knob `lead`: bytes that prefetches run ahead."""
 
-    n: int
-    k: int
-    groups: int
-    weight: str
-    out: str
-    total: str
-    tile: int
     tables: bool
     lead: int
 
@@ -39,24 +35,9 @@ class Sizes(NamedTuple):
         return chunk_of(self.k, self.weight, self.total)
 
     @property
-    def out_type(self) -> str:
-        return "float32" if self.out == "f32" else "uint16"
-
-    @property
-    def total_type(self) -> str:
-        return {"f32": "float32", "f64": "float64"}[self.total]
-
-    @property
-    def word_bytes(self) -> int:
-        return 2 if self.weight == "fp8" else 4
-
-    @property
     def lines(self) -> int:
         """Cache lines of a step's weights, each to be prefetched."""
         return -(-PAIRS * self.tile * self.word_bytes // 64) if self.lead else 0
-
-    def store(self, value: Any) -> Any:
-        return value if self.out == "f32" else f32_to_bf16(value)
 
 
 def takes(k: int, weight: str, total: str, rows: int) -> bool:

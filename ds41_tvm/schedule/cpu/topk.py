@@ -12,7 +12,7 @@ from typing import Any
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from ds41_tvm.kernels.topk import order_key
+from ds41_tvm.kernels.topk import deciding_bucket, order_key
 
 BLOCK = 32  # columns whose best is found at once: one or two vectors
 
@@ -34,12 +34,18 @@ def greatest(keys: Any, lanes: int) -> Any:
 
 
 @T.macro
-def _deciding_bucket(count, state):
-    """Walk down from the highest bucket to the one that holds the state[1]-th best; state[1] becomes the rank in it."""
-    state[2] = T.int32(255)
-    while count[state[2]] < state[1]:
-        state[1] = state[1] - count[state[2]]
-        state[2] = state[2] - 1
+def _low_byte(keys, number, count, state):
+    """state[0] = the key whose high byte is the deciding bucket state[2] and that is the state[1]-th best in it."""
+    state[3] = state[2]
+    for i in range(256):
+        count[i] = T.int32(0)
+    for i in range(number):
+        if T.shift_right(T.Cast("int32", keys[i]), 8) == state[3]:
+            count[T.bitwise_and(T.Cast("int32", keys[i]), 255)] = (
+                count[T.bitwise_and(T.Cast("int32", keys[i]), 255)] + 1
+            )
+    deciding_bucket(count, state)
+    state[0] = state[3] * 256 + state[2]
 
 
 @T.macro
@@ -50,17 +56,8 @@ def _floor(best, blocks, k, count, state):
         count[i] = T.int32(0)
     for b in range(blocks):
         count[T.shift_right(T.Cast("int32", best[b]), 8)] = count[T.shift_right(T.Cast("int32", best[b]), 8)] + 1
-    _deciding_bucket(count, state)
-    state[3] = state[2]
-    for i in range(256):
-        count[i] = T.int32(0)
-    for b in range(blocks):
-        if T.shift_right(T.Cast("int32", best[b]), 8) == state[3]:
-            count[T.bitwise_and(T.Cast("int32", best[b]), 255)] = (
-                count[T.bitwise_and(T.Cast("int32", best[b]), 255)] + 1
-            )
-    _deciding_bucket(count, state)
-    state[0] = state[3] * 256 + state[2]
+    deciding_bucket(count, state)
+    _low_byte(best, blocks, count, state)
 
 
 @T.macro
@@ -94,17 +91,8 @@ def _select_row(S, L, Out, vt, k, best, key, column, count, state, position):
                         state[4] = state[4] + 1
                         count[T.shift_right(value, 8)] = count[T.shift_right(value, 8)] + 1
         state[1] = T.int32(k)
-        _deciding_bucket(count, state)
-        state[3] = state[2]
-        for i in range(256):
-            count[i] = T.int32(0)
-        for i in range(state[4]):
-            if T.shift_right(T.Cast("int32", key[i]), 8) == state[3]:
-                count[T.bitwise_and(T.Cast("int32", key[i]), 255)] = (
-                    count[T.bitwise_and(T.Cast("int32", key[i]), 255)] + 1
-                )
-        _deciding_bucket(count, state)
-        state[0] = state[3] * 256 + state[2]
+        deciding_bucket(count, state)
+        _low_byte(key, state[4], count, state)
         state[5] = T.int32(0)
         for i in range(state[4]):
             if T.Cast("int32", key[i]) > state[0]:

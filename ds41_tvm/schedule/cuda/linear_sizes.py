@@ -7,7 +7,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from ds41_tvm.numerics.tir import f32_to_bf16
+from ds41_tvm.schedule.linear_sizes import LinearSizes
 
 STEP = 32  # inner indices of a step: two products
 PAIRS = STEP // 2
@@ -24,30 +24,15 @@ def _largest_divisor(n: int, most: int) -> int:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(LinearSizes):
     """Parameters of `kernels.linear.linear`, the form of products (see `mma`), and what follows from them."""
 
-    n: int
-    k: int
-    groups: int
-    weight: str
-    out: str
-    total: str
-    tile: int
     rows: int
     mma: str
 
     @property
     def per_group(self) -> int:
         return self.n // self.groups
-
-    @property
-    def total_type(self) -> str:
-        return {"f32": "float32", "f64": "float64"}[self.total]
-
-    @property
-    def out_type(self) -> str:
-        return "float32" if self.out == "f32" else "uint16"
 
     @property
     def steps(self) -> int:
@@ -57,10 +42,6 @@ class Sizes:
     @property
     def chunks(self) -> int:
         return self.k // STEP // self.steps
-
-    def store(self, value: Any) -> Any:
-        """An f32 result as it is stored."""
-        return value if self.out == "f32" else f32_to_bf16(value)
 
     # ---- one row
 
