@@ -138,10 +138,10 @@ def bench(
         rounds=turns,
         seconds=seconds,
     )
-    check_installed(options.peers)
+    before = read_result(baseline) if baseline is not None else None
     if plot is not None:
         check_plot()
-    before = read_result(baseline) if baseline is not None else None
+    check_installed(options.peers)
     check_memory(memory_needed(options), f"bench of {len(options.layers)} layers")
 
     out = console()

@@ -15,6 +15,7 @@ from tvm.tirx.build import codegen_build, split_host_device_mods
 from ds41_tvm.errors import CompileError
 from ds41_tvm.program import Kernel
 from ds41_tvm.proof.host import python_host
+from ds41_tvm.proof.pocl import name_processor
 from ds41_tvm.schedule import schedule
 
 Function = Callable[..., Any]
@@ -113,6 +114,7 @@ class Device:
             found = []
         if not found:
             raise CompileError("no OpenCL device of type CPU; target opencl needs one: pip install 'pyopencl[pocl]'")
+        name_processor(found[0])
         self.context = pyopencl.Context(found[:1])
         self.queue = pyopencl.CommandQueue(self.context)
         self._nothing = np.zeros(64, np.uint8)
