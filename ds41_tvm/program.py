@@ -23,7 +23,8 @@ SELECTING = frozenset(
 )
 SHORT = 1024  # inner sizes up to which every linear layer is summed so: they cost little
 # Row tile of the linear kernels for many rows by form, if tuning has not chosen another.
-ROW_TILES = {"fma": 6, "vbmi": 6, "amx": 16, "cuda": 16}
+ROW_TILES = {"fma": 6, "vbmi": 6, "dot": 12, "amx": 16, "cuda": 16}
+FREE_ROWS = frozenset({"fma", "vbmi", "dot"})  # forms whose row tile can be chosen, from 2 to `PAD_ROWS`
 PAD_ROWS = 16  # buffers of per-token rows are this much longer than the tokens, so that any row tile fits
 
 
@@ -58,8 +59,9 @@ class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A linear layer: y of `n` columns from `groups` slices of `k` inputs; `tile` columns packed side by side.
 
     `weight`: bf16, fp8 or f32; `out`: bf16 or f32; `total`: f32 or f64, see `kernels.linear`; `form`: fma, vbmi (fma
-    with fp8 decoded by byte permutes) or amx, see `schedule.cpu`, or cuda, see `schedule.cuda`. Up to `few` tokens go
-    through the kernel for one row, others through the one for `rows`. `tile`, `rows` and `few` do not change results.
+    with fp8 decoded by byte permutes), dot or amx, see `schedule.cpu`, or cuda, see `schedule.cuda`. Up to `few` tokens
+    go through the kernel for one row, others through the one for `rows`. `tile`, `rows` and `few` do not change
+    results.
     """
 
     n: int
@@ -87,8 +89,8 @@ class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def packing_widths(linear: Linear) -> tuple[int, ...]:
     """Packing widths that the kernels of a linear layer can have."""
-    widest = {"fma": 64, "vbmi": 64, "amx": 32, "cuda": 32}[linear.form]
-    least = 16 if linear.form == "amx" else 1
+    widest = {"fma": 64, "vbmi": 64, "dot": 32, "amx": 32, "cuda": 32}[linear.form]
+    least = 16 if linear.form in ("dot", "amx") else 1
     return tuple(t for t in (64, 32, 16, 8, 4, 2, 1) if least <= t <= widest and (linear.n // linear.groups) % t == 0)
 
 
@@ -102,8 +104,8 @@ def _check_choice(linear: Linear) -> None:
     known = linear.form in ROW_TILES and min(linear.n, linear.k, linear.groups) >= 1
     if not known or linear.tile not in packing_widths(linear):
         raise ConfigError(f"a linear layer of sizes {linear.sizes} cannot have tiles of {linear.tile} columns")
-    most = PAD_ROWS if linear.form in ("fma", "vbmi") else ROW_TILES[linear.form]
-    least = 2 if linear.form in ("fma", "vbmi") else most
+    most = PAD_ROWS if linear.form in FREE_ROWS else ROW_TILES[linear.form]
+    least = 2 if linear.form in FREE_ROWS else most
     if not least <= linear.rows <= most or linear.few < 1:
         raise ConfigError(
             f"a linear layer of sizes {linear.sizes} has tiles of {linear.rows} rows from {linear.few + 1} tokens on; "
@@ -170,11 +172,12 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) -> Linear:
         if weight is None:
             weight = "fp8" if self.linear == "fp8" and name in FP8_LINEARS else "bf16"
-        narrow = weight == "fp8" or self.target.has("amx-bf16") or self.target.is_gpu
+        pairs = self._pairs_form()
+        narrow = weight == "fp8" or pairs != "fma" or self.target.is_gpu
         tile = next(t for t in ((32, 16, 8, 4, 2, 1) if narrow else (64, 32, 16, 8, 4, 2, 1)) if (n // groups) % t == 0)
         tables = self.target.has("avx512vbmi")
-        amx = self.target.has("amx-bf16") and weight != "f32" and k % 32 == 0 and tile >= 16
-        form = self._form(amx and (weight != "fp8" or tables))
+        takes_pairs = weight != "f32" and k % 32 == 0 and tile >= 16 and (weight != "fp8" or tables)
+        form = "cuda" if self.target.is_gpu else pairs if takes_pairs else "fma"
         if form == "fma" and weight == "fp8" and tables:
             form = "vbmi"
         plain = Linear(
@@ -191,10 +194,14 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
         return next((choice for choice in self.choices if choice.sizes == plain.sizes), plain)
 
-    def _form(self, amx: bool) -> str:
+    def _pairs_form(self) -> str:
+        """How this processor multiplies pairs of bf16 values."""
+        return "amx" if self.target.has("amx-bf16") else "dot" if self.target.has("avx512bf16") else "fma"
+
+    def _attention_form(self) -> str:
         if self.target.is_gpu:
             return "cuda"
-        return "amx" if amx else "fma"
+        return self._pairs_form()
 
     # ---- the other kernels, by what they do in a layer
 
@@ -252,7 +259,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ring_rows=c.window_size + self.draft,
             block_rows=self.block_rows,
             k=c.index_topk if role.ratio else 0,
-            form=self._form(self.target.has("amx-bf16")),
+            form=self._attention_form(),
             split=split,
         )
 

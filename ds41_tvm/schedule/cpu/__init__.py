@@ -19,6 +19,7 @@ from ds41_tvm.schedule.cpu.indexer import index_scores_cpu
 from ds41_tvm.schedule.cpu.indexer_vnni import index_scores_vnni
 from ds41_tvm.schedule.cpu.linear import schedule_linear
 from ds41_tvm.schedule.cpu.linear_amx import linear_amx
+from ds41_tvm.schedule.cpu.linear_dot import linear_dot
 from ds41_tvm.schedule.cpu.linear_row import linear_row
 from ds41_tvm.schedule.cpu.linear_row import takes as linear_row_takes
 from ds41_tvm.schedule.cpu.rowwise import schedule_rowwise
@@ -30,6 +31,10 @@ Knobs = dict[str, int]
 
 def _linear_amx(op: str, p: Params, knobs: Knobs) -> PrimFunc:
     return linear_amx(p["n"], p["k"], p["groups"], p["weight"], p["out"], p["total"], p["tile"], p["rows"], **knobs)
+
+
+def _linear_dot(op: str, p: Params, knobs: Knobs) -> PrimFunc:
+    return linear_dot(p["n"], p["k"], p["groups"], p["weight"], p["out"], p["total"], p["tile"], p["rows"], **knobs)
 
 
 def _linear_row(op: str, p: Params, knobs: Knobs) -> PrimFunc:
@@ -85,6 +90,7 @@ class Rule(NamedTuple):
 # Tile registers, register-tiled products, gathered attention, index scores, selection; then rows in parallel.
 RULES: tuple[Rule, ...] = (
     Rule("linear-amx", lambda op, p: op == "linear" and p["form"] == "amx", _linear_amx),
+    Rule("linear-dot", lambda op, p: op == "linear" and p["form"] == "dot", _linear_dot),
     Rule("linear-row", _is_row, _linear_row),
     Rule("linear-fma", lambda op, p: op == "linear", _linear_fma),
     Rule("attention-amx", lambda op, p: op == "sparse_attention" and p["form"] == "amx", _attention_amx),

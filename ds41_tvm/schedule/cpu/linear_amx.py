@@ -12,51 +12,14 @@ while all rows pass by.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from ds41_tvm.kernels.expr import e4m3_code_to_f32
-from ds41_tvm.numerics.tir import e8m0_to_f32
-from ds41_tvm.schedule.cpu import amx, e4m3
+from ds41_tvm.schedule.cpu import amx
 from ds41_tvm.schedule.cpu.common import prefetch
-from ds41_tvm.schedule.linear_sizes import LinearSizes
+from ds41_tvm.schedule.cpu.linear_pairs import PAIRS, STEP, PairSizes, decode_step
 
-STEP, PAIRS, SIDE = amx.STEP, amx.PAIRS, amx.SIDE
-# Inner indices summed in a tile before they join the total, by type of the total: see `kernels.linear` for why.
-CHUNK = {"f32": 512, "f64": 128}
-
-
-@dataclass(frozen=True)
-class Sizes(LinearSizes):
-    """Static sizes of `kernels.linear.linear`, and the knobs."""
-
-    rows: int
-    # One row reads every weight once: bytes by which prefetches run ahead of it (measured: 512 to 4096 are within 5 %,
-    # none is a quarter slower).
-    lead: int
-    task_kib: int  # bf16 weights of a task of many rows: they are to stay in the second-level cache
-    panel: int  # row tiles laid out at a time: bounds the memory of the layout
-
-    @property
-    def lines(self) -> int:
-        """Cache lines to prefetch in a step."""
-        return PAIRS * self.tile * self.word_bytes // 64 if self.lead else 0
-
-    @property
-    def chunks(self) -> tuple[int, int]:
-        """(chunks, steps of each): as few as keep a chunk within `CHUNK` inner indices and divide k."""
-        steps = next(s for s in range(CHUNK[self.total] // STEP, 0, -1) if (self.k // STEP) % s == 0)
-        return self.k // STEP // steps, steps
-
-    @property
-    def columns(self) -> int:
-        """Column tiles of a task of many rows."""
-        tiles = self.n // self.tile
-        fits = (c for c in range(tiles, 0, -1) if tiles % c == 0 and c * self.tile * self.k * 2 <= self.task_kib << 10)
-        return next(fits, 1)
+SIDE = amx.SIDE
 
 
 def linear_amx(
@@ -64,7 +27,7 @@ def linear_amx(
     *, lead: int = 1024, task_kib: int = 1024, panel: int = 32,
 ) -> PrimFunc:  # fmt: skip
     """As `kernels.linear.linear`, for rows 1 or 16, k a multiple of 32, one or two whole tiles of columns."""
-    sizes = Sizes(n, k, groups, weight, out, total, tile, rows, lead, task_kib, panel)
+    sizes = PairSizes(n, k, groups, weight, out, total, tile, rows, lead, task_kib, panel)
     body = _one_row if rows == 1 else _many_rows
     width = groups * k
     if weight == "fp8":
@@ -98,33 +61,6 @@ def linear_amx(
 # ---- what both share
 
 
-def _pair(codes: Any, scale: Any) -> Any:
-    """Two e4m3 codes in a uint16 and their e8m0 scale -> two bf16 values in a uint32; exact, four significant bits."""
-    s = e8m0_to_f32(scale)
-    low = T.reinterpret("uint32", e4m3_code_to_f32(codes & T.uint16(0xFF)) * s)
-    high = T.reinterpret("uint32", e4m3_code_to_f32(T.shift_right(codes, T.uint16(8))) * s)
-    return T.bitwise_or(T.shift_right(low, T.uint32(16)), T.bitwise_and(high, T.uint32(0xFFFF0000)))
-
-
-@T.macro
-def _decode_step(pairs, row, w, scale, column, ko, tile):
-    """pairs[row + i] = the bf16 pairs of inner indices 32 ko + 2i and + 1 in column tile `column`, scaled; exact."""
-    code: T.let = scale[column * tile // 32, ko]
-    if tile == 32 and e4m3.in_range(code):
-        low0: T.let = e4m3.table(code)[0]
-        low1: T.let = e4m3.table(code)[1]
-        high0: T.let = e4m3.table(code)[2]
-        high1: T.let = e4m3.table(code)[3]
-        for i in T.unroll(PAIRS):
-            pairs[row + i, T.ramp(0, 1, tile)] = e4m3.decode(
-                T.reinterpret("uint8x64", w[column, ko * PAIRS + i, T.ramp(0, 1, tile)]), low0, low1, high0, high1
-            )
-    else:
-        for i in range(PAIRS):
-            for j in T.vectorized(tile):
-                pairs[row + i, j] = _pair(w[column, ko * PAIRS + i, j], code)
-
-
 @T.macro
 def _add(part, sums, rows, first, tile, total):
     """sums (+)= part."""
@@ -154,7 +90,7 @@ def _one_row(X, w, scale, Y, m, sizes):
             setup = T.sblock_alloc_buffer((64,), "uint8", scope="local")
             part = T.sblock_alloc_buffer((1, sizes.tile), "float32", scope="local")
             sums = T.sblock_alloc_buffer((1, sizes.tile), sizes.total_type, scope="local")
-            pairs = T.sblock_alloc_buffer((PAIRS, sizes.tile), "uint32")
+            pairs = T.sblock_alloc_buffer((1, PAIRS, sizes.tile), "uint32")
             amx.configure(setup, 1, 6)
             for b in range(m):
                 for chunk in range(sizes.chunks[0]):
@@ -169,7 +105,7 @@ def _one_row(X, w, scale, Y, m, sizes):
                         x0: T.let = b * (sizes.groups * sizes.k) + group * sizes.k + ko * STEP
                         T.evaluate(amx.load(4, X, x0, 64))
                         if sizes.weight == "fp8":
-                            _decode_step(pairs, 0, w, scale, vj, ko, sizes.tile)
+                            decode_step(pairs, 0, 0, w, scale, vj, ko, sizes.tile)
                             _multiply_row(pairs, 0, sizes.tile)
                         else:
                             _multiply_row(w, first, sizes.tile)
@@ -243,11 +179,9 @@ def _many_rows(X, w, scale, Y, m, sizes):
                 sums = T.sblock_alloc_buffer((2 * SIDE, sizes.tile), sizes.total_type, scope="local")
                 amx.configure(setup, SIDE, 0)
                 if sizes.weight == "fp8":
-                    pairs = T.sblock_alloc_buffer((sizes.columns * sizes.k // 2, sizes.tile), "uint32")
+                    pairs = T.sblock_alloc_buffer((sizes.columns, sizes.k // 2, sizes.tile), "uint32")
                     for c, ko in T.grid(sizes.columns, sizes.k // STEP):
-                        _decode_step(
-                            pairs, c * (sizes.k // 2) + ko * PAIRS, w, scale, vj * sizes.columns + c, ko, sizes.tile
-                        )
+                        decode_step(pairs, c, ko * PAIRS, w, scale, vj * sizes.columns + c, ko, sizes.tile)
                     _row_tiles(layout, pairs, 0, part, sums, Y, m, vp, vj, sizes)
                 else:
                     _row_tiles(

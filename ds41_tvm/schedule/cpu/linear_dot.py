@@ -1,0 +1,201 @@
+"""Linear layers by dot products of bf16 pairs (x86 ``avx512bf16``): twice the products of a fused multiply-add.
+
+Its own program, because the instruction cannot be reached by scheduling the plain kernel. Same signature and packed
+layout as `kernels.linear`: a uint32 pair of bf16 weights is what the instruction wants. Sums are f32, inner indices in
+ascending order within a chunk (`linear_pairs.CHUNK`), chunks joined in ascending order; one row and many rows add
+alike, so a token's bits do not depend on `rows`.
+
+One row streams the weights once, at the speed of memory. Many rows are bound by the instruction: `rows` x 32 sums stay
+in registers, activations are first laid out so that a step's lie together, and a task's weights stay in the
+second-level cache while all rows pass by.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from ds41_tvm.schedule.cpu.common import prefetch
+from ds41_tvm.schedule.cpu.dot import IMPORT, LANES, SOURCE, dot
+from ds41_tvm.schedule.cpu.linear_pairs import PAIRS, STEP, PairSizes, decode_step
+
+WRITTEN_OUT = 4  # pairs of a step of many rows in a row: enough to hide the loop, few enough to compile quickly
+
+
+def linear_dot(
+    n: int, k: int, groups: int, weight: str, out: str, total: str, tile: int, rows: int,
+    *, lead: int = 1024, task_kib: int = 512, panel: int = 64,
+) -> PrimFunc:  # fmt: skip
+    """As `kernels.linear.linear`, for k a multiple of 32 and tiles of 16 or 32 columns."""
+    sizes = PairSizes(n, k, groups, weight, out, total, tile, rows, lead, task_kib, panel)
+    body = _one_row if rows == 1 else _many_rows
+    width = groups * k
+    if weight == "fp8":
+
+        @T.prim_func(s_tir=True)
+        def scaled(
+            x: T.handle,
+            w: T.Buffer((n // tile, k // 2, tile), "uint16"),
+            scale: T.Buffer(((n + 31) // 32, k // 32), "uint8"),
+            y: T.handle,
+        ):
+            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+            m = T.int64()
+            X = T.match_buffer(x, (m, rows, width), "uint16")
+            Y = T.match_buffer(y, (m, rows, n), sizes.out_type)
+            body(X, w, scale, Y, m, sizes)
+
+        return scaled
+
+    @T.prim_func(s_tir=True)
+    def plain(x: T.handle, w: T.Buffer((n // tile, k // 2, tile), "uint32"), y: T.handle):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        m = T.int64()
+        X = T.match_buffer(x, (m, rows, width), "uint16")
+        Y = T.match_buffer(y, (m, rows, n), sizes.out_type)
+        body(X, w, w, Y, m, sizes)
+
+    return plain
+
+
+def _pairs_of(X: Any, tile: Any, row: Any, first: Any) -> Any:
+    """Elements first..first + 31 of a row of bf16 values as 16 pairs."""
+    return T.reinterpret("uint32x16", X[tile, row, T.ramp(first, 1, STEP)])
+
+
+@T.macro
+def _zero(part, rows, tile):
+    for i in T.unroll(rows):
+        for j in T.vectorized(tile):
+            part[i, j] = T.float32(0)
+
+
+@T.macro
+def _join(part, sums, rows, first, tile, total):
+    """sums (+)= part."""
+    for i in T.unroll(rows):
+        for j in T.vectorized(tile):
+            sums[i, j] = T.if_then_else(first, T.Cast(total, T.float32(0)), sums[i, j]) + T.Cast(total, part[i, j])
+
+
+# ---- one row
+
+
+@T.macro
+def _row_step(part, x, at, weights, column, row, tile):
+    """part[0] += the products of 16 pairs, `x` from `at` on and rows `row`.. of `weights`."""
+    for i in T.unroll(PAIRS):
+        for c in T.unroll(tile // LANES):
+            part[0, T.ramp(c * LANES, 1, LANES)] = dot(
+                part[0, T.ramp(c * LANES, 1, LANES)],
+                T.broadcast(x[at + i], LANES),
+                weights[column, row + i, T.ramp(c * LANES, 1, LANES)],
+            )
+
+
+@T.macro
+def _one_row(X, w, scale, Y, m, sizes):
+    for jo in T.parallel(sizes.n // sizes.tile):
+        with T.sblock("column_tile"):
+            vj = T.axis.spatial(sizes.n // sizes.tile, jo)
+            T.reads(X[0:m, 0, 0 : sizes.groups * sizes.k], w[vj, 0 : sizes.k // 2, 0 : sizes.tile])
+            T.writes(Y[0:m, 0, vj * sizes.tile : vj * sizes.tile + sizes.tile])
+            x = T.sblock_alloc_buffer((sizes.k // 2,), "uint32")
+            part = T.sblock_alloc_buffer((1, sizes.tile), "float32", scope="local")
+            sums = T.sblock_alloc_buffer((1, sizes.tile), sizes.total_type, scope="local")
+            pairs = T.sblock_alloc_buffer((1, PAIRS, sizes.tile), "uint32")
+            with T.attr(T.int32(0), IMPORT, SOURCE):
+                for b in range(m):
+                    for ko in range(sizes.k // STEP):
+                        x[T.ramp(ko * PAIRS, 1, PAIRS)] = _pairs_of(
+                            X, b, 0, vj * sizes.tile // (sizes.n // sizes.groups) * sizes.k + ko * STEP
+                        )
+                    for chunk in range(sizes.chunks[0]):
+                        _zero(part, 1, sizes.tile)
+                        for step in range(sizes.chunks[1]):
+                            ko: T.let = chunk * sizes.chunks[1] + step
+                            for line in T.unroll(sizes.lines):
+                                ahead: T.let = (line * 64 + sizes.lead) // sizes.word_bytes
+                                T.evaluate(
+                                    prefetch(
+                                        w.access_ptr(
+                                            "r", offset=(vj * (sizes.k // 2) + ko * PAIRS) * sizes.tile + ahead
+                                        )
+                                    )
+                                )
+                            if sizes.weight == "fp8":
+                                decode_step(pairs, 0, 0, w, scale, vj, ko, sizes.tile)
+                                _row_step(part, x, ko * PAIRS, pairs, 0, 0, sizes.tile)
+                            else:
+                                _row_step(part, x, ko * PAIRS, w, vj, ko * PAIRS, sizes.tile)
+                        _join(part, sums, 1, chunk == 0, sizes.tile, sizes.total_type)
+                    for j in T.vectorized(sizes.tile):
+                        Y[b, 0, vj * sizes.tile + j] = sizes.store(T.Cast("float32", sums[0, j]))
+
+
+# ---- many rows
+
+
+@T.macro
+def _row_tiles(layout, weights, first, part, sums, Y, m, vp, vj, sizes):
+    """The task's columns for all row tiles of the panel; weights of column c lie from ``weights[first + c]`` on.
+
+    A chunk's weights of one column tile stay in the first-level cache while all row tiles pass by.
+    """
+    tiles: T.let = T.min(m - vp * sizes.panel, T.int64(sizes.panel))
+    for c in range(sizes.columns):
+        column: T.let = vj * sizes.columns + c
+        group: T.let = column * sizes.tile // (sizes.n // sizes.groups) * (sizes.k // STEP)
+        for chunk, b in T.grid(sizes.chunks[0], tiles):
+            _zero(part, sizes.rows, sizes.tile)
+            for step, io in T.grid(sizes.chunks[1], PAIRS // WRITTEN_OUT):
+                ko: T.let = chunk * sizes.chunks[1] + step
+                for ii in T.unroll(WRITTEN_OUT):
+                    for r in T.unroll(sizes.rows):
+                        for j in T.unroll(sizes.tile // LANES):
+                            part[r, T.ramp(j * LANES, 1, LANES)] = dot(
+                                part[r, T.ramp(j * LANES, 1, LANES)],
+                                T.broadcast(layout[b, group + ko, r, io * WRITTEN_OUT + ii], LANES),
+                                weights[first + c, ko * PAIRS + io * WRITTEN_OUT + ii, T.ramp(j * LANES, 1, LANES)],
+                            )
+            for r in T.unroll(sizes.rows):
+                for j in T.vectorized(sizes.tile):
+                    sums[b, r, j] = T.if_then_else(
+                        chunk == 0, T.Cast(sizes.total_type, T.float32(0)), sums[b, r, j]
+                    ) + T.Cast(sizes.total_type, part[r, j])
+        for b, r in T.grid(tiles, sizes.rows):
+            for j in T.vectorized(sizes.tile):
+                Y[vp * sizes.panel + b, r, column * sizes.tile + j] = sizes.store(T.Cast("float32", sums[b, r, j]))
+
+
+@T.macro
+def _many_rows(X, w, scale, Y, m, sizes):
+    layout = T.sblock_alloc_buffer((sizes.panel, sizes.groups * sizes.k // STEP, sizes.rows, PAIRS), "uint32")
+    for panel in range((m + sizes.panel - 1) // sizes.panel):
+        for tile in T.parallel(T.min(m - panel * sizes.panel, T.int64(sizes.panel))):
+            with T.sblock("lay_out"):
+                vp, vt = T.axis.remap("SS", [panel, tile])
+                T.reads(X[vp * sizes.panel + vt, 0 : sizes.rows, 0 : sizes.groups * sizes.k])
+                T.writes(layout[vt, 0 : sizes.groups * sizes.k // STEP, 0 : sizes.rows, 0:PAIRS])
+                for ko, i in T.grid(sizes.groups * sizes.k // STEP, sizes.rows):
+                    layout[vt, ko, i, T.ramp(0, 1, PAIRS)] = _pairs_of(X, vp * sizes.panel + vt, i, ko * STEP)
+        for task in T.parallel(sizes.n // sizes.tile // sizes.columns):
+            with T.sblock("columns"):
+                vp, vj = T.axis.remap("SS", [panel, task])
+                T.reads(
+                    layout[0 : sizes.panel, 0 : sizes.groups * sizes.k // STEP, 0 : sizes.rows, 0:PAIRS],
+                    w[0 : sizes.n // sizes.tile, 0 : sizes.k // 2, 0 : sizes.tile],
+                )
+                T.writes(Y[0:m, 0 : sizes.rows, 0 : sizes.n])
+                part = T.sblock_alloc_buffer((sizes.rows, sizes.tile), "float32", scope="local")
+                sums = T.sblock_alloc_buffer((sizes.panel, sizes.rows, sizes.tile), sizes.total_type)
+                with T.attr(T.int32(0), IMPORT, SOURCE):
+                    if sizes.weight == "fp8":
+                        pairs = T.sblock_alloc_buffer((sizes.columns, sizes.k // 2, sizes.tile), "uint32")
+                        for c, ko in T.grid(sizes.columns, sizes.k // STEP):
+                            decode_step(pairs, c, ko * PAIRS, w, scale, vj * sizes.columns + c, ko, sizes.tile)
+                        _row_tiles(layout, pairs, 0, part, sums, Y, m, vp, vj, sizes)
+                    else:
+                        _row_tiles(layout, w, vj * sizes.columns, part, sums, Y, m, vp, vj, sizes)

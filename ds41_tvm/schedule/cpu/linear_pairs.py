@@ -1,0 +1,75 @@
+"""What linear layers on pairs of bf16 values share: AMX tiles and dot products take the same packed weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ds41_tvm.kernels.expr import e4m3_code_to_f32
+from ds41_tvm.numerics.tir import e8m0_to_f32
+from ds41_tvm.schedule.cpu import e4m3
+from ds41_tvm.schedule.linear_sizes import LinearSizes
+
+STEP = 32  # inner indices that share a block scale, and that a tile instruction takes
+PAIRS = STEP // 2
+# Inner indices summed on their own before they join the total, by its type: see `kernels.linear` for why.
+CHUNK = {"f32": 512, "f64": 128}
+
+
+@dataclass(frozen=True)
+class PairSizes(LinearSizes):
+    """Static sizes of `kernels.linear.linear`, and the knobs."""
+
+    rows: int
+    # One row reads every weight once: bytes by which prefetches run ahead of it (measured: 512 to 4096 are within 5 %,
+    # none is a quarter slower).
+    lead: int
+    task_kib: int  # bf16 weights of a task of many rows: they are to stay in the second-level cache
+    panel: int  # row tiles laid out at a time: bounds the memory of the layout
+
+    @property
+    def lines(self) -> int:
+        """Cache lines to prefetch in a step."""
+        return PAIRS * self.tile * self.word_bytes // 64 if self.lead else 0
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """(chunks, steps of each): as few as keep a chunk within `CHUNK` inner indices and divide k."""
+        steps = next(s for s in range(CHUNK[self.total] // STEP, 0, -1) if (self.k // STEP) % s == 0)
+        return self.k // STEP // steps, steps
+
+    @property
+    def columns(self) -> int:
+        """Column tiles of a task of many rows."""
+        tiles = self.n // self.tile
+        fits = (c for c in range(tiles, 0, -1) if tiles % c == 0 and c * self.tile * self.k * 2 <= self.task_kib << 10)
+        return next(fits, 1)
+
+
+def _pair(codes: Any, scale: Any) -> Any:
+    """Two e4m3 codes in a uint16 and their e8m0 scale -> two bf16 values in a uint32; exact, four significant bits."""
+    s = e8m0_to_f32(scale)
+    low = T.reinterpret("uint32", e4m3_code_to_f32(codes & T.uint16(0xFF)) * s)
+    high = T.reinterpret("uint32", e4m3_code_to_f32(T.shift_right(codes, T.uint16(8))) * s)
+    return T.bitwise_or(T.shift_right(low, T.uint32(16)), T.bitwise_and(high, T.uint32(0xFFFF0000)))
+
+
+@T.macro
+def decode_step(pairs, at, row, w, scale, column, ko, tile):
+    """pairs[at, row + i] = the scaled bf16 values of inner indices 32 ko + 2i and + 1 of tile `column`; exact."""
+    code: T.let = scale[column * tile // 32, ko]
+    if tile == 32 and e4m3.in_range(code):
+        low0: T.let = e4m3.table(code)[0]
+        low1: T.let = e4m3.table(code)[1]
+        high0: T.let = e4m3.table(code)[2]
+        high1: T.let = e4m3.table(code)[3]
+        for i in T.unroll(PAIRS):
+            pairs[at, row + i, T.ramp(0, 1, tile)] = e4m3.decode(
+                T.reinterpret("uint8x64", w[column, ko * PAIRS + i, T.ramp(0, 1, tile)]), low0, low1, high0, high1
+            )
+    else:
+        for i in range(PAIRS):
+            for j in T.vectorized(tile):
+                pairs[at, row + i, j] = _pair(w[column, ko * PAIRS + i, j], code)
