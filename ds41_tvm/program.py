@@ -12,7 +12,7 @@ import msgspec
 from ds41_tvm.config import FP8_LINEARS, AttentionConfig, LayerRole
 from ds41_tvm.errors import ConfigError
 from ds41_tvm.numerics.formats import row_bytes
-from ds41_tvm.target import Target
+from ds41_tvm.target import SMALL_SHARED, Target
 
 Ties = Literal["lowest-index", "torch-cpu"]
 Value = int | float | str
@@ -265,9 +265,10 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def splits(self) -> tuple[int, ...]:
         """How many tasks the heads of one query may be cut into: 1, and a few where there are fewer queries than
-        threads.
+        threads. All of them at once take more shared memory than a block of some GPUs can have.
         """
-        return (1, *(s for s in (2, 8) if self.config.n_heads % s == 0))
+        several = tuple(s for s in (2, 8) if self.config.n_heads % s == 0)
+        return several if several and self.target.level in SMALL_SHARED else (1, *several)
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Every kernel that the layers need, each once, sorted."""

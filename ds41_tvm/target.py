@@ -15,6 +15,7 @@ _EXTRAS = (
 )  # fmt: skip
 # NVIDIA architectures that nvcc 13 makes machine code for and that have what the schedules use: bf16 tensor cores.
 CUDA_LEVELS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+SMALL_SHARED = ("sm_86", "sm_89", "sm_120")  # a block has 99 KiB of shared memory; 163 KiB or more elsewhere
 _SHORT = {"vnni": ("avx512vnni",), "vbmi": ("avx512vbmi",), "amx": ("amx-tile", "amx-bf16"), "bf16": ("avx512bf16",)}
 
 

@@ -75,6 +75,16 @@ def test_a_token_is_summed_in_one_way(target: str) -> None:
             assert len({(k.op, tuple(p for p in k.params if p[0] != "rows")) for k in kernels.values()}) == 1
 
 
+def test_heads_are_shared_out_where_a_block_has_little_memory() -> None:
+    flash = AttentionConfig.preset("flash")
+    for target, splits in (("cuda:sm_90", (1, 2, 8)), ("cuda:sm_86", (2, 8)), ("cuda:sm_120", (2, 8))):
+        p = program(target, config=flash, layers=(0,))
+        assert p.splits() == splits
+        assert tuple(sorted(dict(k.params)["split"] for k in p.kernels() if k.op == "sparse_attention")) == splits
+    one_head = msgspec.structs.replace(CONFIG, n_heads=1, o_groups=1)
+    assert program("cuda:sm_86", config=one_head).splits() == (1,)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"block_rows": 0}, {"block_rows": 2.0}, {"draft": -1}, {"draft": "4"}, {"ties": "first"}, {"ties": None}],

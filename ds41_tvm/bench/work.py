@@ -72,15 +72,19 @@ def linear_sizes(config: AttentionConfig, role: LayerRole) -> dict[str, tuple[in
     return sizes
 
 
+def linear_layer(n: int, k: int, weight: str, rows: float) -> Work:
+    """`rows` rows of `n` columns out of `k` inputs each; weights in bf16, fp8 (with their scales) or f32, read once."""
+    stored = {"bf16": 2 * n * k, "fp8": n * k + math.ceil(n / 32) * math.ceil(k / 32), "f32": 4 * n * k}
+    return Work(2.0 * n * k * rows, 0.0, stored[weight])
+
+
 def weights(config: AttentionConfig, role: LayerRole, linear: str, tokens: int) -> Work:
     """Linear layers on `tokens` rows. Keys and latents (ratio > 1: one row a group) are counted by the group."""
-    flops = bytes_ = 0.0
+    total = Work()
     for name, (n, k) in linear_sizes(config, role).items():
         rows = tokens / max(role.ratio, 1) if name == "indexer.wk" else tokens
-        flops += 2.0 * n * k * rows
-        fp8 = linear == "fp8" and name in STORED_FP8
-        bytes_ += n * k + math.ceil(n / 32) * math.ceil(k / 32) if fp8 else 2 * n * k
-    return Work(flops, 0.0, bytes_)
+        total += linear_layer(n, k, "fp8" if linear == "fp8" and name in STORED_FP8 else "bf16", rows)
+    return total
 
 
 def attention(config: AttentionConfig, window: tuple[int, int], latents: tuple[int, int] = (0, 0)) -> Work:

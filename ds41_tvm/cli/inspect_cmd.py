@@ -19,6 +19,9 @@ def inspect(
     expect: str | None = None,
     ir: str | None = None,
     asm: str | None = None,
+    floors: Annotated[bool, Parameter(negative="")] = False,
+    read_tbs: float | None = None,
+    bf16_tflops: float | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Show what an artefact holds, without running anything in it.
@@ -35,11 +38,21 @@ def inspect(
         Print the scheduled IR of this kernel: its name, or a part that only one has.
     asm
         Print the machine code of this kernel; needs objdump.
+    floors
+        Print what each kernel of an artefact for GPUs moves and computes in a decode step and in a prompt, and the
+        least time that takes; with --json, beside everything else.
+    read_tbs
+        Memory rate for --floors in TB/s (default: 4.3, of an H200).
+    bf16_tflops
+        Rate of bf16 products for --floors in TFLOP/s (default: 790, of an H200).
     json
         Print everything as JSON.
     """
-    if sum((ir is not None, asm is not None, json)) > 1:
-        raise UsageError("expected at most one of --ir, --asm and --json")
+    if sum((ir is not None, asm is not None, json or floors)) > 1:
+        raise UsageError("expected at most one of --ir, --asm, and --floors or --json")
+    for value, option in ((read_tbs, "--read-tbs"), (bf16_tflops, "--bf16-tflops")):
+        if value is not None and (not floors or not value > 0):
+            raise UsageError(f"{option} {value:g}: expected a positive rate, with --floors")
     from ds41_tvm.artifact.describe import describe, ir_text
     from ds41_tvm.artifact.disassemble import assembly
 
@@ -48,6 +61,22 @@ def inspect(
         print(ir_text(path, ir))
     elif asm is not None:
         print(assembly(path, asm))
+    elif floors:
+        from ds41_tvm.artifact.describe import read_manifest
+        from ds41_tvm.bench.floors import Rates
+        from ds41_tvm.bench.floors import floors as find
+        from ds41_tvm.cli.inspect_floors import show_floors
+
+        usual = Rates()
+        rates = Rates(
+            read=usual.read if read_tbs is None else read_tbs * 1e12,
+            products=usual.products if bf16_tflops is None else bf16_tflops * 1e12,
+        )
+        least = find(read_manifest(path, expect)[0], rates)
+        if json:
+            print_json({**found, "floors": least})
+        else:
+            show_floors(least)
     elif json:
         print_json(found)
     else:

@@ -24,6 +24,7 @@ from ds41_tvm.artifact.manifest import GpuCode
 from ds41_tvm.compiler.nvcc import compile_cuda
 
 _DYNAMIC = "tirx.use_dyn_shared_memory"
+LARGE = 512  # threads of blocks that ptxas is never asked to fit side by side
 _BOUNDS = re.compile(r"__launch_bounds__\((\d+)\)")
 
 
@@ -54,12 +55,14 @@ def lower_cuda(name: str, func: PrimFunc, target: TvmTarget, folder: Path) -> Lo
     path = folder / "host.o"
     built.write_to_file(str(path), "o")
     built.import_module(code)
-    return Lowered(_one_block(source), path.read_bytes(), _functions(built, source), launches)
+    return Lowered(source, path.read_bytes(), _functions(built, source), launches)
 
 
 def device_code(name: str, lowered: Lowered, level: str) -> tuple[bytes, tuple[GpuCode, ...]]:
     """Machine code of a program, and the report of each of its functions, in the order of their launches."""
-    code, reports = compile_cuda(lowered.source, level, name)
+    code, reports = compile_cuda(_one_block(lowered.source, LARGE), level, name)
+    if any(report.spill_stores or report.spill_loads for report in reports.values()):
+        code, reports = compile_cuda(_one_block(lowered.source, 1), level, name)
     found = []
     for function, sizes in lowered.launches.items():
         threads = 1
@@ -70,9 +73,11 @@ def device_code(name: str, lowered: Lowered, level: str) -> tuple[bytes, tuple[G
     return code, tuple(found)
 
 
-def _one_block(source: str) -> str:
-    """Let large blocks have the registers they need: unasked, ptxas spills to fit three of 512 threads side by side."""
-    return _BOUNDS.sub(lambda found: f"__launch_bounds__({found[1]}, 1)" if int(found[1]) >= 512 else found[0], source)
+def _one_block(source: str, least: int) -> str:
+    """Let blocks of at least so many threads have the registers they need: unasked, ptxas spills to fit three side by
+    side.
+    """
+    return _BOUNDS.sub(lambda m: f"__launch_bounds__({m[1]}, 1)" if int(m[1]) >= least else m[0], source)
 
 
 def module_table(parts: Sequence[tuple[bytes, bytes]]) -> bytes:

@@ -18,6 +18,7 @@ import msgspec
 import tvm
 
 from ds41_tvm.artifact.manifest import Buffer, Entry
+from ds41_tvm.artifact.occupancy import occupancy
 from ds41_tvm.compiler.cuda import device_code, lower_cuda, module_table
 from ds41_tvm.compiler.nvcc import find_nvcc
 from ds41_tvm.compiler.targets import tvm_target
@@ -113,6 +114,13 @@ def _compile_cuda(
 
     def wait() -> CompiledKernel:
         code, report = future.result()
+        for function in report:
+            if occupancy(function, ours.level)["blocks"] == 0:
+                raise CompileError(
+                    f"{function.name} asks for {function.shared_bytes + function.dynamic_shared_bytes} bytes of shared "
+                    f"memory, {function.threads} threads and {function.registers} registers a thread, more than a "
+                    f"block of {ours.level} has: choose smaller sizes in the configuration or another architecture"
+                )
         entry = msgspec.structs.replace(_entry(kernel, func, rule, ours, text), gpu=report)
         return CompiledKernel(entry, text, lowered.host, (lowered.functions, code))
 

@@ -140,8 +140,10 @@ def _speed(folder: Path, plan: dict[str, Any], earlier: dict[str, Any], emulate:
 
     rows = earlier.get("machine", {}).get("rows", [])
     measured = rows[0] if rows else {}
-    matrix = measured.get("matrix_torch") or measured.get("matrix_own") or 0.0
-    rates = {"copy": measured.get("copy") or 1e12, "matrix": matrix}
+    rates = {
+        "copy": max(measured.get("copy", 0.0), measured.get("copy_torch", 0.0)) or 1e12,
+        "matrix": max(measured.get("matrix_own", 0.0), measured.get("matrix_torch", 0.0)),
+    }
     for artifact in plan["speed"]:
         yield from layers(folder, artifact, plan["prompt"], rates, plan["least"], emulate)
 

@@ -87,14 +87,19 @@ def _speed(rows: list[dict[str, Any]]) -> str:
         ],
     )  # fmt: skip
     kernels = [
-        (r["linear"], r["phase"], r["layer"], k["kernel"], f"{k['seconds'] * 1e6:.1f}")
+        (
+            r["linear"], r["phase"], r["layer"], k["kernel"], f"{k['seconds'] * 1e6:.1f}",
+            _number(_per_second(k["bytes"], k["seconds"], 1e9), 1),
+            _number(_per_second(k["flops"], k["seconds"], 1e12), 3),
+        )
         for r in rows for k in sorted(r["kernels"], key=lambda k: -k["seconds"])[:8]
     ]  # fmt: skip
+    head = ("linear", "phase", "layer", "kernel", "µs", "GB/s", "TFLOP/s")
     note = (
-        "The floor is max(bytes / copy rate, FLOP / matrix rate) with the rates of this run. Kernels run alone, "
-        "the eight longest of each layer:\n"
+        "The floor is max(bytes / copy rate, FLOP / matrix rate) with the best rates of this run. Kernels run alone, "
+        "the eight longest of each layer; GB/s counts all rows that they read and write:\n"
     )
-    return "\n".join((layers, note, _table(("linear", "phase", "layer", "kernel", "µs"), kernels)))
+    return "\n".join((layers, note, _table(head, kernels)))
 
 
 def _torch(rows: list[dict[str, Any]]) -> str:
@@ -111,6 +116,10 @@ def _torch(rows: list[dict[str, Any]]) -> str:
 
 def _word(ok: bool) -> str:
     return "yes" if ok else "**no**"
+
+
+def _per_second(amount: float | None, seconds: float, unit: float) -> float | None:
+    return None if amount is None else amount / seconds / unit
 
 
 def _number(value: float | None, digits: int) -> str:

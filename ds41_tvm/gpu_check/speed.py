@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ds41_tvm.bench import kernel_work
 from ds41_tvm.bench.work import attended
 from ds41_tvm.bench.work import layer as layer_work
 from ds41_tvm.gpu_check.correct import device_runner
@@ -25,10 +26,12 @@ Call = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
 
 class Kernel(NamedTuple):
-    """One call of a kernel, run alone."""
+    """One call of a kernel, run alone; bytes and operations (of index scores, too) as `kernel_work` counts them."""
 
     kernel: str
     seconds: float
+    bytes: float | None = None
+    flops: float | None = None
 
 
 class Recording:
@@ -78,9 +81,22 @@ def layers(
                 runner.run_layer(layer, x[:tokens], step, out[:tokens])
 
             time = seconds(device, work, least)
-            kernels = [Kernel(name, seconds(device, functools.partial(f, *given), least)) for name, f, given in calls]
+            times = [seconds(device, functools.partial(f, *given), least) for _, f, given in calls]
+            counted = _counted(runner, layer, sequence.length, tokens, [name for name, *_ in calls])
+            kernels = [Kernel(name, t, *amounts) for (name, *_), t, amounts in zip(calls, times, counted, strict=True)]
             yield _row(runner, artifact, phase, layer, (sequence.length, tokens), time, rates, kernels)
         runner.commit(step)
+
+
+def _counted(
+    runner: Runner, layer: int, start: int, tokens: int, names: list[str]
+) -> list[tuple[float | None, float | None]]:
+    """Bytes and operations of the kernels of a layer; unknown where they were not called one for one."""
+    counted = kernel_work.calls(runner.program, layer, start, tokens, runner.device.parallel)
+    found = [call for call in counted if not call.kernel.startswith("copy_rows")]  # those are the commit's
+    if [call.kernel for call in found] != names:
+        return [(None, None)] * len(names)
+    return [(call.work.bytes, call.work.flops + call.work.dots) for call in found]
 
 
 def _row(

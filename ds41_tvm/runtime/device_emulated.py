@@ -56,6 +56,8 @@ class Emulated(Accelerator):
             for array in arguments:
                 if not self.fits(array):
                     raise AssertionError(f"a kernel got {array!r} at {array.address:#x}")
+                if not array.nbytes:  # a GPU refuses launches of 0 blocks
+                    raise AssertionError(f"a kernel got {array!r}; expected no call where there is nothing to do")
             memory = [hidden(array) for array in arguments]  # the queue keeps no array alive, as none does on a GPU
             self._give(lambda: function(*memory))
 

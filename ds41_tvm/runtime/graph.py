@@ -33,6 +33,8 @@ class StepGraph:
         if not isinstance(device, Accelerator):
             raise UsageError("graphs are captured on a device; this runner runs on the host: call forward")
         step.check_current()
+        if not step.tokens:
+            raise CaptureError("the step has 0 tokens: there is nothing to run; expected 1 or more")
         shape, self._runner, self._device = (step.tokens, runner.config.dim), runner, device
         self._arrays = {layer: (self._place(x, layer, "x", shape), self._place(out, layer, "out", shape))
                         for layer in runner.layers}  # fmt: skip

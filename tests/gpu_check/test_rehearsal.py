@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from ds41_tvm import cli
+from ds41_tvm.artifact import manifest as schema
+from ds41_tvm.bench import kernel_work
 from ds41_tvm.config import AttentionConfig
 from ds41_tvm.errors import BundleError, UsageError
 from ds41_tvm.gpu_check import pack as packing
@@ -27,7 +29,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A check of small sizes for this processor."""
     out = tmp_path_factory.mktemp("check") / "check.tar"
     size = packing.pack(
-        out, "cpu:x86-64-v3", GOLDEN, AttentionConfig.preset("tiny"), tuple(range(6)), 24, ("tiny_batch2.low",),
+        out, "cpu:x86-64-v3", GOLDEN, AttentionConfig.preset("tiny"), tuple(range(6)), 24, ("tiny_batch2",),
         ("bf16",), copy_bytes=1 << 20, least=1e-4,
     )  # fmt: skip
     assert size == out.stat().st_size < packing.LIMIT
@@ -59,12 +61,16 @@ def test_all_parts_run_and_are_right(bundle: Path, tmp_path: Path, options: tupl
     assert machine["device"] == ("an emulated device" if options else "the host")
     assert machine["copy"] > 0
     assert machine["matrix_own"] > 0
-    assert [row["case"] for row in parts["golden"]["rows"]] == ["tiny_batch2.lowest-index"]
-    assert parts["golden"]["rows"][0]["selections"] == 328
+    assert [row["case"] for row in parts["golden"]["rows"]] == ["tiny_batch2.lowest-index", "tiny_batch2"]
+    assert [row["selections"] for row in parts["golden"]["rows"]] == [328, 328]
     assert [(row["how"], row["ok"]) for row in parts["invariance"]["rows"]] == [
         ("pieces", True), ("batch", True), ("nothing of the poison arrives", True),
     ] * 2  # fmt: skip
     speed = parts["speed"]["rows"]
+    with tarfile.open(bundle) as tar:
+        file = tar.extractfile("check/artifacts/speed-bf16/manifest.json")
+        assert file is not None
+        program = schema.decode(file.read(), "manifest.json").program()
     assert [(row["phase"], row["layer"]) for row in speed] == [(p, i) for p in ("prefill", "decode") for i in range(6)]
     for row in speed:
         assert row["seconds"] > 0
@@ -72,7 +78,13 @@ def test_all_parts_run_and_are_right(bundle: Path, tmp_path: Path, options: tupl
         names = [kernel["kernel"] for kernel in row["kernels"]]
         assert sum(name.startswith("sparse_attention") for name in names) == 1
         assert sum(name.startswith("linear") for name in names) >= 5
+        start, count = row["context"] - row["tokens"], row["tokens"]
+        counted = list(kernel_work.calls(program, row["layer"], start, count, machine["tasks"]))
+        assert [c.kernel for c in counted if not c.kernel.startswith("copy_rows")] == names  # those are the commit's
+        for kernel, call in zip(row["kernels"], [c for c in counted if c.kernel[:9] != "copy_rows"], strict=True):
+            assert (kernel["bytes"], kernel["flops"]) == (call.work.bytes, call.work.flops + call.work.dots)
     text = (tmp_path / "report.md").read_text()
+    assert "| linear | phase | layer | kernel | µs | GB/s | TFLOP/s |" in text
     assert "| tiny_batch2.lowest-index | lowest-index | bf16 | yes | 328 |" in text
     assert "| bf16 | decode | 5 (reindex, ratio 1) | 1 |" in text
     assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
@@ -95,7 +107,7 @@ def test_wrong_values_and_broken_parts_are_told(bundle: Path, tmp_path: Path) ->
     done = run(tmp_path / "bad.tar", report, "--parts", "golden,invariance")
     assert done.returncode == 1
     parts = everything(report)["parts"]
-    assert parts["golden"]["state"] == "wrong: 1 of 1"
+    assert parts["golden"]["state"] == "wrong: 2 of 2"
     assert parts["golden"]["rows"][0]["findings"]
     assert parts["invariance"]["state"] == "failed: exit code 1"
     assert "MissingFile" in parts["invariance"]["said"]

@@ -412,6 +412,26 @@ def test_kernels_get_aligned_arrays_only(tiny: Any) -> None:
     with pytest.raises(AssertionError, match="a kernel got"):
         call(device.zeros((4,), np.uint8)[1:])
     assert hidden(device.zeros((0, 3), np.float32)).shape == (0, 3)
+    with pytest.raises(AssertionError, match="no call where there is nothing to do"):
+        call(device.zeros((0, 3), np.float32))
+
+
+def test_nothing_is_asked_of_the_device_where_there_is_nothing_to_do(tiny: Any) -> None:
+    """A GPU refuses grids of 0 blocks: no kernel gets an array of 0 rows, in steps of 0 tokens and groups that wait."""
+    runner, given = emulated(tiny), tiny.inputs(0, 9)
+    first, second = runner.new_sequence(), runner.new_sequence()
+    for parts in ([], [(first, 0)], [(first, 1), (second, 0)], [(second, 0)], [(first, 0), (second, 1)], [(first, 7)]):
+        step, before = runner.step(parts), len(runner.device.queue)
+        for layer in runner.layers:
+            out = runner.forward(layer, given[layer, : step.tokens], step)
+            assert out.shape == (step.tokens, runner.config.dim)
+        runner.commit(step)
+        if not step.tokens:
+            assert len(runner.device.queue) - before <= 1  # the plan
+    assert (first.length, second.length) == (8, 1)
+    nothing = {layer: runner.device.empty((0, runner.config.dim), np.uint16) for layer in runner.layers}
+    with pytest.raises(CaptureError, match="the step has 0 tokens"):
+        runner.capture(runner.step([(first, 0)]), nothing, nothing)
 
 
 def test_closing_on_a_device(tiny: Any) -> None:

@@ -108,9 +108,9 @@ def _one_row(X, w, scale, Y, m, sizes):
             pairs = T.sblock_alloc_buffer((1, PAIRS, sizes.tile), "uint32")
             with T.attr(T.int32(0), IMPORT, SOURCE):
                 for b in range(m):
-                    for ko in range(sizes.k // STEP):
-                        x[T.ramp(ko * PAIRS, 1, PAIRS)] = _pairs_of(
-                            X, b, 0, vj * sizes.tile // (sizes.n // sizes.groups) * sizes.k + ko * STEP
+                    for ki in range(sizes.k // STEP):
+                        x[T.ramp(ki * PAIRS, 1, PAIRS)] = _pairs_of(
+                            X, b, 0, vj * sizes.tile // (sizes.n // sizes.groups) * sizes.k + ki * STEP
                         )
                     for chunk in range(sizes.chunks[0]):
                         _zero(part, 1, sizes.tile)

@@ -15,11 +15,12 @@ import pytest
 
 import ds41_tvm
 from ds41_tvm.artifact.elf import SharedLibrary
-from ds41_tvm.compiler import nvcc, objects
+from ds41_tvm.artifact.occupancy import LIMITS
+from ds41_tvm.compiler import cuda, nvcc, objects
 from ds41_tvm.compiler.cuda import module_table, read_module_table
 from ds41_tvm.config import AttentionConfig
 from ds41_tvm.errors import CompileError, NoCudaCompiler, TargetError
-from ds41_tvm.program import Program, kernel
+from ds41_tvm.program import Kernel, Program, kernel
 from ds41_tvm.runtime.ffi import runtime_library
 from ds41_tvm.target import parse_target
 
@@ -36,6 +37,7 @@ ptxas info    : Function properties for two_kernel
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 10 registers, used 0 barriers
 """
+WELL = REPORT.replace("12 bytes spill", "0 bytes spill").replace("16 bytes spill", "0 bytes spill")
 
 LOAD = """
 import ctypes, sys
@@ -120,16 +122,73 @@ def test_the_assemblers_report(made: SimpleNamespace) -> None:
     assert not any(k.entry.fallback for k in made.compiled)
 
 
-# Shared memory that a block can have, in KiB.
-@pytest.mark.slow
-@pytest.mark.parametrize(("level", "shared"), [("sm_80", 163), ("sm_90", 227), ("sm_100", 227)])
-@pytest.mark.parametrize("linear", ["bf16", "fp8"])
-def test_kernels_of_the_released_sizes(level: str, shared: int, linear: Any) -> None:
+FLASH = AttentionConfig.preset("flash")
+
+
+def released(level: str) -> list[Kernel]:
+    """Every kernel that the released sizes need, in any mode."""
+    layers, target = tuple(range(FLASH.n_layers)), parse_target(f"cuda:{level}")
+    modes: tuple[dict[str, Any], ...] = (
+        {}, {"pooling": "f32"}, {"ties": "torch-cpu"}, {"linear": "fp8"}, {"linear": "fp8", "grouped": "fp8"},
+    )  # fmt: skip
+    programs = [Program(config=FLASH, layers=layers, target=target, **mode) for mode in modes]
+    return sorted({k for program in programs for k in program.kernels()}, key=lambda k: k.name)
+
+
+def check_released(level: str, kernels: list[Kernel]) -> None:
     """All compile; nothing is spilled, and shared memory suffices."""
-    config = AttentionConfig.preset("flash")
-    layers = tuple(range(config.n_layers))
-    program = Program(config=config, layers=layers, target=parse_target(f"cuda:{level}"), linear=linear)
-    check_report(objects.compile_kernels(program), shared << 10)
+    program: Any = SimpleNamespace(kernels=lambda: kernels, target=parse_target(f"cuda:{level}"))
+    check_report(objects.compile_kernels(program), LIMITS[level].shared_block)
+
+
+def test_the_largest_kernels_of_the_released_sizes() -> None:
+    """Those nearest to the limits of registers and shared memory; all of them are `slow`."""
+    named = [k for k in released("sm_90") if dict(k.params) | LARGEST.get(k.op, {"": None}) == dict(k.params)]
+    heads = next(k for k in named if dict(k.params).get("n") == FLASH.n_heads * FLASH.head_dim)
+    rows = next(k for k in named if dict(k.params).get("n") == FLASH.head_dim)  # whose registers ptxas once spilled
+    few = [heads, rows, *(k for k in named if k.op != "linear")]
+    assert len(few) == 4, few
+    check_released("sm_90", few)
+
+
+LARGEST: dict[str, dict[str, Any]] = {
+    "linear": {"weight": "bf16", "total": "f32", "rows": 16, "groups": 1},
+    "sparse_attention": {"split": 1, "k": FLASH.index_topk},
+    "index_scores": {"candidate_block": 0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120"])
+def test_kernels_of_the_released_sizes(level: str) -> None:
+    check_released(level, released(level))
+
+
+def test_spilled_code_is_compiled_again_with_more_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = []
+
+    def compile_cuda(source: str, level: str, name: str) -> tuple[bytes, dict[str, Any]]:
+        sources.append(source)
+        return source.encode(), nvcc.report(REPORT if len(sources) == 1 else WELL)
+
+    monkeypatch.setattr(cuda, "compile_cuda", compile_cuda)
+    text = "void __launch_bounds__(256) one_kernel(); void __launch_bounds__(512) two_kernel();"
+    launches = {"one_kernel": {"threadIdx.x": 256}, "two_kernel": {"threadIdx.x": 512}}
+    lowered = cuda.Lowered(text, b"", b"", launches)
+    large = text.replace("(512)", "(512, 1)")
+    code, report = cuda.device_code("kernels", lowered, "sm_90")
+    assert sources == [large, large.replace("(256)", "(256, 1)")]
+    assert code == sources[1].encode()
+    assert [f.spill_stores for f in report] == [0, 0]
+    monkeypatch.setattr(nvcc, "report", lambda _: dict.fromkeys(launches, report[1]))
+    cuda.device_code("kernels", lowered, "sm_90")
+    assert sources[2:] == [large]
+
+
+def test_a_block_that_no_gpu_of_the_kind_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LIMITS, "sm_86", LIMITS["sm_86"]._replace(shared_block=12 << 10))
+    with pytest.raises(CompileError, match="asks for 12804 bytes of shared memory.*more than a block of sm_86 has"):
+        check_released("sm_86", [kernel("topk_lowest_index", k=512, size=0)])
 
 
 @pytest.mark.slow
