@@ -18,7 +18,7 @@ SCORES = {"heads": 5, "dim": 128, "block_rows": 16}
 
 
 def linear(rows: int, weight: str = "bf16", total: str = "f32", form: str = "fma") -> Kernel:
-    tile = 32 if weight == "fp8" or form == "amx" else 64
+    tile = 32 if weight == "fp8" or form != "fma" else 64
     return kernel("linear", **LINEAR, weight=weight, out="bf16", total=total, tile=tile, form=form, rows=rows)
 
 
@@ -30,6 +30,9 @@ KERNELS: dict[str, tuple[Kernel, bool]] = {
     "many rows, f32": (linear(6, "f32", "f64"), True),
     "one row, amx": (linear(1, "fp8", form="amx"), False),
     "many rows, amx": (linear(16, "fp8", form="amx"), False),
+    "one row, dot": (linear(1, "fp8", form="dot"), False),
+    "many rows, dot": (linear(12, "fp8", form="dot"), False),
+    "attention, dot": (kernel("sparse_attention", **ATTENTION, k=24, form="dot", split=1), False),
     "attention": (kernel("sparse_attention", **ATTENTION, k=24, form="fma", split=1), False),
     "attention, parts": (kernel("sparse_attention", **ATTENTION, k=0, form="fma", split=3), False),
     "attention, amx": (kernel("sparse_attention", **ATTENTION, k=24, form="amx", split=1), False),
@@ -44,8 +47,11 @@ KERNELS: dict[str, tuple[Kernel, bool]] = {
 }
 
 
+TARGETS = {"amx": "cpu:x86-64-v4+amx+vbmi", "dot": "cpu:x86-64-v4+bf16+vbmi"}
+
+
 def target_of(k: Kernel) -> Any:
-    return parse_target("cpu:x86-64-v4+amx+vbmi" if dict(k.params).get("form") == "amx" else "cpu:x86-64-v3")
+    return parse_target(TARGETS.get(str(dict(k.params).get("form")), "cpu:x86-64-v3"))
 
 
 def each_value(task: Task) -> list[Values]:
@@ -76,7 +82,7 @@ def assert_same(name: str, points: list[Values], outputs: Any, task: Task) -> No
 
 
 # The others have the same knobs; with all their combinations they are in the slow test.
-QUICK = [n for n in KERNELS if n not in ("attention, parts", "many rows, f32", "scores", "one row, amx", "quantise")]
+QUICK = [n for n in KERNELS if n not in ("attention, parts", "many rows, f32", "scores", "one row, amx", "one row, dot", "quantise")]
 
 
 @pytest.mark.parametrize("name", QUICK)

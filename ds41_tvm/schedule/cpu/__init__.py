@@ -11,7 +11,7 @@ from tvm.tirx import PrimFunc
 from ds41_tvm.kernels import FACTORIES
 from ds41_tvm.program import Kernel
 from ds41_tvm.schedule.cpu import knobs
-from ds41_tvm.schedule.cpu.attention import sparse_attention_fma
+from ds41_tvm.schedule.cpu.attention import sparse_attention_vector
 from ds41_tvm.schedule.cpu.attention_amx import sparse_attention_amx
 from ds41_tvm.schedule.cpu.candidates import SIZES, block_scores_cpu
 from ds41_tvm.schedule.cpu.gather import Sizes
@@ -55,8 +55,9 @@ def _attention_amx(op: str, p: Params, knobs: Knobs) -> PrimFunc:
     return sparse_attention_amx(Sizes(**{k: v for k, v in p.items() if k != "form"}), **knobs)
 
 
-def _attention_fma(op: str, p: Params, knobs: Knobs) -> PrimFunc:
-    return sparse_attention_fma(Sizes(**{k: v for k, v in p.items() if k != "form"}), **knobs)
+def _attention_vector(op: str, p: Params, knobs: Knobs) -> PrimFunc:
+    sizes = Sizes(**{k: v for k, v in p.items() if k != "form"})
+    return sparse_attention_vector(sizes, p["form"] == "dot", **knobs)
 
 
 def _scores(op: str, p: Params, knobs: Knobs) -> PrimFunc:
@@ -94,7 +95,8 @@ RULES: tuple[Rule, ...] = (
     Rule("linear-row", _is_row, _linear_row),
     Rule("linear-fma", lambda op, p: op == "linear", _linear_fma),
     Rule("attention-amx", lambda op, p: op == "sparse_attention" and p["form"] == "amx", _attention_amx),
-    Rule("attention-fma", lambda op, p: op == "sparse_attention", _attention_fma),
+    Rule("attention-dot", lambda op, p: op == "sparse_attention" and p["form"] == "dot", _attention_vector),
+    Rule("attention-fma", lambda op, p: op == "sparse_attention", _attention_vector),
     Rule("index-scores-vnni", lambda op, p: op == "index_scores" and p.get("form") == "vnni", _scores_vnni),
     Rule("index-scores", lambda op, p: op == "index_scores", _scores),
     Rule("block-scores", lambda op, p: op == "block_scores" and p["size"] in SIZES, _block_scores),

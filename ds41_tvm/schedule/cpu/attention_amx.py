@@ -30,10 +30,7 @@ def sparse_attention_amx(sizes: Sizes, *, columns: int | None = None) -> PrimFun
     capacity = -(-(sizes.window + sizes.k) // STEP) * STEP
     constants = (sizes.dim, sizes.task_heads, sizes.padded, capacity, columns)
     spare = capacity - sizes.window - sizes.k
-    return gathered_attention(
-        sizes, "uint16", lambda value: T.Cast("uint16", T.shift_right(T.reinterpret("uint32", value), T.uint32(16))),
-        spare, _attend, constants,
-    )  # fmt: skip
+    return gathered_attention(sizes, sizes.dim, spare, _attend, constants)
 
 
 @T.macro
@@ -42,13 +39,13 @@ def _pair_rows(rows, pairs, count, steps, dim):
     for r in range(steps * T.int64(STEP) - count):
         for d in range(dim // 32):
             for i in T.vectorized(32):
-                rows[count + r, d * 32 + i] = T.uint16(0)
+                rows[0, count + r, d * 32 + i] = T.uint16(0)
     for r in range(steps * T.int64(PAIRS)):
         for d in range(dim // 16):
             for i in T.vectorized(16):
                 pairs[r, d * 16 + i] = T.bitwise_or(
-                    T.Cast("uint32", rows[r * 2, d * 16 + i]),
-                    T.shift_left(T.Cast("uint32", rows[r * 2 + 1, d * 16 + i]), T.uint32(16)),
+                    T.Cast("uint32", rows[0, r * 2, d * 16 + i]),
+                    T.shift_left(T.Cast("uint32", rows[0, r * 2 + 1, d * 16 + i]), T.uint32(16)),
                 )
 
 

@@ -6,7 +6,6 @@ A task is one query, or a part of its heads where `split` > 1: heads do not touc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tvm.script import tirx as T
@@ -15,6 +14,11 @@ from tvm.tirx import PrimFunc
 from ds41_tvm.kernels.attention import window_row
 from ds41_tvm.kernels.expr import e4m3_code_to_f32
 from ds41_tvm.numerics.tir import e2m1_to_f32, e4m3_to_f32, e8m0_to_f32
+from ds41_tvm.schedule.cpu.common import prefetch
+
+
+AHEAD = 8  # latents by which a prefetch runs ahead: they lie anywhere in memory
+STRIDE = 16  # see `spread`
 
 
 class Sizes(NamedTuple):
@@ -39,55 +43,89 @@ class Sizes(NamedTuple):
         return -(-self.task_heads // 16) * 16
 
 
+def _bf16(value: Any) -> Any:
+    """Bits of an f32 that is a bf16 value, as every cached element is."""
+    return T.Cast("uint16", T.shift_right(T.reinterpret("uint32", value), T.uint32(16)))
+
+
 @T.macro
-def decode_window(rows, j, source, row, dim, put):
-    """rows[j] = put(row `row` of the packed window rows `source`)."""
+def decode_window(rows, j, source, row, dim, panel):
+    """Row j of `rows` = row `row` of the packed window rows `source`."""
     for b in range(dim // 32):
         for i in T.vectorized(32):
-            rows[j, b * 32 + i] = put(
+            rows[b * 32 // panel, j, b * 32 % panel + i] = _bf16(
                 e4m3_code_to_f32(T.Cast("uint16", source[row, b * 32 + i])) * e8m0_to_f32(source[row, dim + b])
             )
 
 
 @T.macro
-def decode_latent(rows, j, source, row, dim, put):
-    """rows[j] = put(row `row` of the packed latents `source`)."""
+def decode_latent(rows, j, source, row, dim, panel):
+    """Row j of `rows` = row `row` of the packed latents `source`."""
     for b in range(dim // 32):
         for i in T.vectorized(16):
-            rows[j, b * 32 + i] = put(e2m1_to_f32(source[row, b * 16 + i]) * e4m3_to_f32(source[row, dim // 2 + 2 * b]))
+            rows[b * 32 // panel, j, b * 32 % panel + i] = _bf16(
+                e2m1_to_f32(source[row, b * 16 + i]) * e4m3_to_f32(source[row, dim // 2 + 2 * b])
+            )
         for i in T.vectorized(16):
-            rows[j, b * 32 + 16 + i] = put(
+            rows[b * 32 // panel, j, b * 32 % panel + 16 + i] = _bf16(
                 e2m1_to_f32(T.shift_right(source[row, b * 16 + i], T.uint8(4)))
                 * e4m3_to_f32(source[row, dim // 2 + 2 * b + 1])
             )
 
 
-def gathered_attention(
-    sizes: Sizes, row_type: str, put: Callable[[Any], Any], spare_rows: int, finish: Any, constants: Any
-) -> PrimFunc:
-    """`kernels.attention.sparse_attention` with the rows of a query in a buffer ``[window + k + spare_rows, dim]``.
-
-    `put` turns a decoded f32 element into one of `row_type`. The macro ``finish(Q, Out, sink, query, first head, rows,
-    count, constants)`` computes and writes the task's heads from the first `count` rows; `constants` is handed to it.
+def spread(task: Any, n: Any) -> Any:
+    """The query of a task: 0, 16, 32, ..., then 1, 17, 33, ... Later queries of a prompt see more rows, and threads take
+    tasks in contiguous shares, which would have unlike work if tasks were queries in order.
     """
-    return (_with_latents if sizes.k else _window)(sizes, row_type, put, spare_rows, finish, constants)
+    stride = T.int64(STRIDE)
+    short, longer = n // stride, n % stride  # the first `longer` classes have one query more than `short`
+    beyond = task - longer * (short + T.int64(1))
+    # A select evaluates both sides: a divisor must not be zero.
+    return T.Select(
+        beyond < T.int64(0),
+        task % (short + T.int64(1)) * stride + task // (short + T.int64(1)),
+        beyond % T.max(short, T.int64(1)) * stride + longer + beyond // T.max(short, T.int64(1)),
+    )
 
 
 @T.macro
-def _gather_window(rows, at, count, F, R, P, N, first, base, place, vt, dim, window, ring_rows, put):
+def _prefetch_latent(L, B, C, N, vt, j, k, block_rows, latent_bytes):
+    """Asks for the row of selection `j`, or of the last one; an absent one asks for any row."""
+    index: T.let = T.max(C[vt, T.min(j, k - 1)], 0)
+    at: T.let = T.Cast("int64", B[N[vt], index // block_rows]) * T.int64(block_rows) + T.Cast(
+        "int64", index % block_rows
+    )
+    for line in T.unroll((latent_bytes + 63) // 64):
+        T.evaluate(prefetch(L.access_ptr("r", offset=at * T.int64(latent_bytes) + line * 64)))
+
+
+def gathered_attention(
+    sizes: Sizes, panel: int, spare_rows: int, finish: Any, constants: Any
+) -> PrimFunc:
+    """`kernels.attention.sparse_attention` with the rows of a query as bf16 bits in a buffer ``[dim / panel, window +
+    k + spare_rows, panel]``: `panel` channels of all rows lie together.
+
+    The macro ``finish(Q, Out, sink, query, first head, rows, count, constants)`` computes and writes the task's heads
+    from the first `count` rows; `constants` is handed to it.
+    """
+    return (_with_latents if sizes.k else _window)(sizes, panel, spare_rows, finish, constants)
+
+
+@T.macro
+def _gather_window(rows, at, count, F, R, P, N, first, base, place, vt, dim, window, ring_rows, panel):
     count[0] = T.Cast("int64", T.min(P[vt] + 1, window))
     for j in range(count[0]):
         at[0] = window_row(
             P[vt] + 1 - T.Cast("int32", count[0] - j), first[N[vt]], base[N[vt]], place[N[vt]], ring_rows
         )
         if at[0] >= T.int64(0):
-            decode_window(rows, j, F, at[0], dim, put)
+            decode_window(rows, j, F, at[0], dim, panel)
         else:
-            decode_window(rows, j, R, T.int64(-1) - at[0], dim, put)
+            decode_window(rows, j, R, T.int64(-1) - at[0], dim, panel)
 
 
 def _window(
-    sizes: Sizes, row_type: str, put: Callable[[Any], Any], spare_rows: int, finish: Any, constants: Any
+    sizes: Sizes, panel: int, spare_rows: int, finish: Any, constants: Any
 ) -> PrimFunc:
     all_heads, dim, window, ring_rows, _, _, split = sizes
     row_bytes = dim + dim // 32
@@ -114,19 +152,19 @@ def _window(
                 T.reads(Q[0:n, 0:all_heads, 0:dim], F[0:n, 0:row_bytes], R[0:p, 0:row_bytes], sink[0:all_heads], P[0:n],
                         N[0:n], first[0:seqs], base[0:seqs], place[0:seqs])  # fmt: skip
                 T.writes(Out[0:n, 0:all_heads, 0:dim])
-                rows = T.sblock_alloc_buffer((window + spare_rows, dim), row_type)
+                rows = T.sblock_alloc_buffer((dim // panel, window + spare_rows, panel), "uint16")
                 count = T.sblock_alloc_buffer((1,), "int64", scope="local")
                 at = T.sblock_alloc_buffer((1,), "int64", scope="local")
-                vt: T.let = v // T.int64(split)
+                vt: T.let = spread(v // T.int64(split), n)
                 head: T.let = T.Cast("int32", v % T.int64(split)) * (all_heads // split)
-                _gather_window(rows, at, count, F, R, P, N, first, base, place, vt, dim, window, ring_rows, put)
+                _gather_window(rows, at, count, F, R, P, N, first, base, place, vt, dim, window, ring_rows, panel)
                 finish(Q, Out, sink, vt, head, rows, count[0], constants)
 
     return main
 
 
 def _with_latents(
-    sizes: Sizes, row_type: str, put: Callable[[Any], Any], spare_rows: int, finish: Any, constants: Any
+    sizes: Sizes, panel: int, spare_rows: int, finish: Any, constants: Any
 ) -> PrimFunc:
     all_heads, dim, window, ring_rows, block_rows, k, split = sizes
     row_bytes, latent_bytes = dim + dim // 32, dim // 2 + dim // 16
@@ -158,18 +196,19 @@ def _with_latents(
                         N[0:n], first[0:seqs], base[0:seqs], place[0:seqs], L[0:stored, 0:latent_bytes],
                         B[0:seqs, 0:blocks], C[0:n, 0:k])  # fmt: skip
                 T.writes(Out[0:n, 0:all_heads, 0:dim])
-                rows = T.sblock_alloc_buffer((window + k + spare_rows, dim), row_type)
+                rows = T.sblock_alloc_buffer((dim // panel, window + k + spare_rows, panel), "uint16")
                 count = T.sblock_alloc_buffer((1,), "int64", scope="local")
                 at = T.sblock_alloc_buffer((1,), "int64", scope="local")
-                vt: T.let = v // T.int64(split)
+                vt: T.let = spread(v // T.int64(split), n)
                 head: T.let = T.Cast("int32", v % T.int64(split)) * (all_heads // split)
-                _gather_window(rows, at, count, F, R, P, N, first, base, place, vt, dim, window, ring_rows, put)
+                _gather_window(rows, at, count, F, R, P, N, first, base, place, vt, dim, window, ring_rows, panel)
                 for j in range(k):
+                    _prefetch_latent(L, B, C, N, vt, j + AHEAD, k, block_rows, latent_bytes)
                     if C[vt, j] >= 0:
                         at[0] = T.Cast("int64", B[N[vt], C[vt, j] // block_rows]) * T.int64(block_rows) + T.Cast(
                             "int64", C[vt, j] % block_rows
                         )
-                        decode_latent(rows, count[0], L, at[0], dim, put)
+                        decode_latent(rows, count[0], L, at[0], dim, panel)
                         count[0] = count[0] + T.int64(1)
                 finish(Q, Out, sink, vt, head, rows, count[0], constants)
 

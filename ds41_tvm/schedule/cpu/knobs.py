@@ -23,6 +23,13 @@ def _linear_amx(p: Params) -> Space:
     return {"task_kib": (1024, 256, 512, 768, 1536), "panel": (32, 8, 16, 64)}
 
 
+def _linear_dot(p: Params) -> Space:
+    """`lead`: bytes of prefetch; `task_kib`: bf16 weights of a task; `panel`: row tiles laid out together."""
+    if p["rows"] == 1:
+        return {"lead": (1024, 0, 512, 2048, 4096, 8192)}
+    return {"task_kib": (512, 128, 256, 1024), "panel": (64, 16, 32, 128)}
+
+
 def _linear_row(p: Params) -> Space:
     """`lead`: bytes that prefetches run ahead."""
     return {"lead": (1024, 0, 512, 2048, 4096, 8192)}
@@ -43,11 +50,13 @@ def _linear_fma(p: Params) -> Space:
     return space
 
 
-def _attention_fma(p: Params) -> Space:
-    """`rows` x `wide` accumulators of a score tile; `heads` x `lanes` of an output tile."""
+def _attention_vector(p: Params) -> Space:
+    """`rows` x `wide` accumulators of a score tile; `heads` x `lanes` of an output tile; `block` rows of the output."""
     wide = tuple(w for w in (64, 32, 16) if -(-(p["heads"] // p["split"]) // 16) * 16 % w == 0)
     lanes = tuple(w for w in (64, 32, 16) if p["dim"] % w == 0)
-    return {"rows": (6, 2, 3, 4, 8, 12), "wide": wide, "heads": (4, 1, 2, 3, 6, 8), "lanes": lanes}
+    return {
+        "rows": (6, 2, 3, 4, 8, 12), "wide": wide, "heads": (4, 1, 2, 3, 6, 8), "lanes": lanes, "block": (32, 16, 64),
+    }  # fmt: skip
 
 
 def _attention_amx(p: Params) -> Space:
@@ -76,9 +85,11 @@ def _rowwise(p: Params) -> Space:
 
 _SPACES: dict[str, Callable[[Params], Space]] = {
     "linear-amx": _linear_amx,
+    "linear-dot": _linear_dot,
     "linear-row": _linear_row,
     "linear-fma": _linear_fma,
-    "attention-fma": _attention_fma,
+    "attention-dot": _attention_vector,
+    "attention-fma": _attention_vector,
     "attention-amx": _attention_amx,
     "index-scores": _scores,
     "index-scores-vnni": _scores_vnni,
