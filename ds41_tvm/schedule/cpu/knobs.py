@@ -26,7 +26,7 @@ def _linear_amx(p: Params) -> Space:
 def _linear_dot(p: Params) -> Space:
     """`lead`: bytes of prefetch; `task_kib`: bf16 weights of a task; `panel`: row tiles laid out together."""
     if p["rows"] == 1:
-        return {"lead": (1024, 0, 512, 2048, 4096, 8192)}
+        return {"lead": (0, 512, 1024, 2048, 4096, 8192)}
     return {"task_kib": (512, 128, 256, 1024), "panel": (64, 16, 32, 128)}
 
 
