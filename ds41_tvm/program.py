@@ -201,7 +201,8 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _attention_form(self) -> str:
         if self.target.is_gpu:
             return "cuda"
-        return self._pairs_form()
+        pairs = self._pairs_form()
+        return "avx512" if pairs == "fma" and self.target.has("avx512bw") else pairs
 
     # ---- the other kernels, by what they do in a layer
 

@@ -93,7 +93,8 @@ SHAPES = [(3, 32, 5, 5), (4, 96, 8, 6), (16, 64, 5, 0), (20, 32, 7, 3)]  # heads
 def program(compiled: Any, form: str, **sizes: int) -> Any:
     """The kernel with the program that `Program` chooses for the target."""
     target = parse_target("cpu:x86-64-v3" if form in ("plain", "opencl") else form)
-    products = "amx" if target.has("amx-bf16") else "dot" if target.has("avx512bf16") else "fma"
+    features = {"amx": "amx-bf16", "dot": "avx512bf16", "avx512": "avx512bw"}
+    products = next((form for form, feature in features.items() if target.has(feature)), "fma")
     split = sizes.pop("split", 1)
     return compiled("sparse_attention", **sizes, block_rows=BLOCK_ROWS, form=products, split=split)
 

@@ -33,6 +33,7 @@ KERNELS: dict[str, tuple[Kernel, bool]] = {
     "one row, dot": (linear(1, "fp8", form="dot"), False),
     "many rows, dot": (linear(12, "fp8", form="dot"), False),
     "attention, dot": (kernel("sparse_attention", **ATTENTION, k=24, form="dot", split=1), False),
+    "attention, avx512": (kernel("sparse_attention", **ATTENTION, k=24, form="avx512", split=1), False),
     "attention": (kernel("sparse_attention", **ATTENTION, k=24, form="fma", split=1), False),
     "attention, parts": (kernel("sparse_attention", **ATTENTION, k=0, form="fma", split=3), False),
     "attention, amx": (kernel("sparse_attention", **ATTENTION, k=24, form="amx", split=1), False),
@@ -47,7 +48,7 @@ KERNELS: dict[str, tuple[Kernel, bool]] = {
 }
 
 
-TARGETS = {"amx": "cpu:x86-64-v4+amx+vbmi", "dot": "cpu:x86-64-v4+bf16+vbmi"}
+TARGETS = {"amx": "cpu:x86-64-v4+amx+vbmi", "avx512": "cpu:x86-64-v4", "dot": "cpu:x86-64-v4+bf16+vbmi"}
 
 
 def target_of(k: Kernel) -> Any:
@@ -82,7 +83,11 @@ def assert_same(name: str, points: list[Values], outputs: Any, task: Task) -> No
 
 
 # The others have the same knobs; with all their combinations they are in the slow test.
-QUICK = [n for n in KERNELS if n not in ("attention, parts", "many rows, f32", "scores", "one row, amx", "one row, dot", "quantise")]
+QUICK = [
+    n
+    for n in KERNELS
+    if n not in ("attention, parts", "many rows, f32", "scores", "one row, amx", "one row, dot", "quantise")
+]
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -57,7 +57,7 @@ def _attention_amx(op: str, p: Params, knobs: Knobs) -> PrimFunc:
 
 def _attention_vector(op: str, p: Params, knobs: Knobs) -> PrimFunc:
     sizes = Sizes(**{k: v for k, v in p.items() if k != "form"})
-    return sparse_attention_vector(sizes, p["form"] == "dot", **knobs)
+    return sparse_attention_vector(sizes, p["form"], **knobs)
 
 
 def _scores(op: str, p: Params, knobs: Knobs) -> PrimFunc:
@@ -96,6 +96,7 @@ RULES: tuple[Rule, ...] = (
     Rule("linear-fma", lambda op, p: op == "linear", _linear_fma),
     Rule("attention-amx", lambda op, p: op == "sparse_attention" and p["form"] == "amx", _attention_amx),
     Rule("attention-dot", lambda op, p: op == "sparse_attention" and p["form"] == "dot", _attention_vector),
+    Rule("attention-avx512", lambda op, p: op == "sparse_attention" and p["form"] == "avx512", _attention_vector),
     Rule("attention-fma", lambda op, p: op == "sparse_attention", _attention_vector),
     Rule("index-scores-vnni", lambda op, p: op == "index_scores" and p.get("form") == "vnni", _scores_vnni),
     Rule("index-scores", lambda op, p: op == "index_scores", _scores),

@@ -8,7 +8,7 @@ output, so no sum runs across a vector and every sum is taken in ascending order
 softmax and the output.
 
 Rows and queries are bf16 values. The scores are fused multiply-adds of their f32 forms, or dot products of pairs where
-the processor has them (`dot`); the weights of the output are f32, so its products are fused multiply-adds.
+the processor has them; the weights of the output are f32, so its products are fused multiply-adds.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from ds41_tvm.schedule.cpu.gather import Sizes, gathered_attention
 
 SIDE = 16  # vector of 16 words; a square of them is transposed in registers
 STAGES = 4  # log2(SIDE)
+# Lanes of a tile by form: tiles of 6 x 64 and 4 x 64 fill 32 registers of 512 bits, 6 x 16 fill 16 of 256.
+MOST = {"dot": 64, "avx512": 64, "fma": 16}
 
 
 class Plan(NamedTuple):
@@ -63,17 +65,20 @@ class Plan(NamedTuple):
 
 
 def sparse_attention_vector(
-    sizes: Sizes, pairs: bool, *, rows: int = 6, wide: int | None = None, heads: int = 4, lanes: int | None = None,
-    block: int = 32,
+    sizes: Sizes, form: str, *, rows: int = 6, wide: int | None = None, heads: int | None = None,
+    lanes: int | None = None, block: int = 32,
 ) -> PrimFunc:  # fmt: skip
-    """As `kernels.attention.sparse_attention`; `pairs`: scores by dot products of bf16 pairs; knobs as in `Plan`."""
+    """As `kernels.attention.sparse_attention`; `form`: dot (``avx512bf16``), avx512 or fma; knobs as in `Plan`."""
+    most, pairs = MOST[form], form == "dot"
     panel = 64 if sizes.dim % 64 == 0 else 32
-    wide = wide or next(t for t in (64, 32, 16) if sizes.padded % t == 0)
+    wide = wide or next(t for t in (64, 32, 16) if sizes.padded % t == 0 and t <= most)
+    heads = heads or (4 if most == 64 else 6)
     capacity = sizes.window + sizes.k + rows
     plan = Plan(
-        sizes.dim, sizes.task_heads, sizes.padded, capacity, pairs, panel, rows, wide, heads, lanes or panel, block
+        sizes.dim, sizes.task_heads, sizes.padded, capacity, pairs, panel, rows, wide, heads,
+        lanes or min(most, panel), block,
     )  # fmt: skip
-    return gathered_attention(sizes, plan.panel, rows, _attend, plan)
+    return gathered_attention(sizes, plan.panel, form != "fma", rows, _attend, plan)
 
 
 # ---- queries

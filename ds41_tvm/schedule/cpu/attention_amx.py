@@ -30,7 +30,7 @@ def sparse_attention_amx(sizes: Sizes, *, columns: int | None = None) -> PrimFun
     capacity = -(-(sizes.window + sizes.k) // STEP) * STEP
     constants = (sizes.dim, sizes.task_heads, sizes.padded, capacity, columns)
     spare = capacity - sizes.window - sizes.k
-    return gathered_attention(sizes, sizes.dim, spare, _attend, constants)
+    return gathered_attention(sizes, sizes.dim, True, spare, _attend, constants)
 
 
 @T.macro

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tvm import tirx
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -15,7 +16,6 @@ from ds41_tvm.kernels.attention import window_row
 from ds41_tvm.kernels.expr import e4m3_code_to_f32
 from ds41_tvm.numerics.tir import e2m1_to_f32, e4m3_to_f32, e8m0_to_f32
 from ds41_tvm.schedule.cpu.common import prefetch
-
 
 AHEAD = 8  # latents by which a prefetch runs ahead: they lie anywhere in memory
 STRIDE = 16  # see `spread`
@@ -59,8 +59,8 @@ def decode_window(rows, j, source, row, dim, panel):
 
 
 @T.macro
-def decode_latent(rows, j, source, row, dim, panel):
-    """Row j of `rows` = row `row` of the packed latents `source`."""
+def _decode_latent(rows, j, source, row, dim, panel):
+    """Row j of `rows` = row `row` of the packed latents `source`, by arithmetic."""
     for b in range(dim // 32):
         for i in T.vectorized(16):
             rows[b * 32 // panel, j, b * 32 % panel + i] = _bf16(
@@ -73,9 +73,46 @@ def decode_latent(rows, j, source, row, dim, panel):
             )
 
 
+def _shuffle(vectors: list[Any], indices: list[int]) -> Any:
+    return tirx.Shuffle(vectors, [tirx.IntImm("int32", i) for i in indices])
+
+
+def _upper_halves(first: Any, second: Any) -> Any:
+    """The bf16 bits of two float32x16 of bf16 values, uint16x32."""
+    return _shuffle([T.reinterpret("uint16x32", part) for part in (first, second)], list(range(1, 64, 2)))
+
+
+def _places(codes: Any) -> Any:
+    """16 bytes of two codes each -> places in a table of 2 x 16: lower codes in the first half, upper in the second."""
+    wide = T.Cast("uint16x16", codes)
+    upper = T.bitwise_or(T.shift_right(wide, T.broadcast(T.uint16(4), 16)), T.broadcast(T.uint16(16), 16))
+    return _shuffle([T.bitwise_and(wide, T.broadcast(T.uint16(15), 16)), upper], list(range(32)))
+
+
+@T.macro
+def _look_up_latent(rows, j, source, row, dim, panel):
+    """As `_decode_latent`, 32 values by one permute of words (x86 ``avx512bw``)."""
+    scale = T.sblock_alloc_buffer((dim // 16,), "float32")
+    value = T.sblock_alloc_buffer((2, 16), "float32", scope="local")  # of all codes, by each of two scales
+    for i in T.vectorized(dim // 16):
+        scale[i] = e4m3_to_f32(source[row, dim // 2 + i])
+    for b in range(dim // 32):
+        for part in T.unroll(2):
+            for code in T.vectorized(16):
+                value[part, code] = e2m1_to_f32(T.Cast("uint8", code)) * scale[2 * b + part]
+        rows[b * 32 // panel, j, T.ramp(b * 32 % panel, 1, 32)] = T.call_llvm_pure_intrin(
+            "uint16x32",
+            "llvm.x86.avx512.permvar.hi.512",
+            _upper_halves(value[0, T.ramp(0, 1, 16)], value[1, T.ramp(0, 1, 16)]),
+            _places(source[row, T.ramp(b * 16, 1, 16)]),
+        )
+
+
 def spread(task: Any, n: Any) -> Any:
-    """The query of a task: 0, 16, 32, ..., then 1, 17, 33, ... Later queries of a prompt see more rows, and threads take
-    tasks in contiguous shares, which would have unlike work if tasks were queries in order.
+    """The query of a task: 0, 16, 32, ..., then 1, 17, 33, ...
+
+    Later queries of a prompt see more rows, and threads take tasks in contiguous shares, which would have unlike work
+    if tasks were queries in order.
     """
     stride = T.int64(STRIDE)
     short, longer = n // stride, n % stride  # the first `longer` classes have one query more than `short`
@@ -100,15 +137,19 @@ def _prefetch_latent(L, B, C, N, vt, j, k, block_rows, latent_bytes):
 
 
 def gathered_attention(
-    sizes: Sizes, panel: int, spare_rows: int, finish: Any, constants: Any
+    sizes: Sizes, panel: int, permutes: bool, spare_rows: int, finish: Any, constants: Any
 ) -> PrimFunc:
     """`kernels.attention.sparse_attention` with the rows of a query as bf16 bits in a buffer ``[dim / panel, window +
-    k + spare_rows, panel]``: `panel` channels of all rows lie together.
+    k + spare_rows, panel]``: `panel` channels of all rows lie together. `permutes`: the target has ``avx512bw``.
 
     The macro ``finish(Q, Out, sink, query, first head, rows, count, constants)`` computes and writes the task's heads
     from the first `count` rows; `constants` is handed to it.
     """
-    return (_with_latents if sizes.k else _window)(sizes, panel, spare_rows, finish, constants)
+    if sizes.k:
+        return _with_latents(
+            sizes, panel, _look_up_latent if permutes else _decode_latent, spare_rows, finish, constants
+        )
+    return _window(sizes, panel, spare_rows, finish, constants)
 
 
 @T.macro
@@ -124,9 +165,7 @@ def _gather_window(rows, at, count, F, R, P, N, first, base, place, vt, dim, win
             decode_window(rows, j, R, T.int64(-1) - at[0], dim, panel)
 
 
-def _window(
-    sizes: Sizes, panel: int, spare_rows: int, finish: Any, constants: Any
-) -> PrimFunc:
+def _window(sizes: Sizes, panel: int, spare_rows: int, finish: Any, constants: Any) -> PrimFunc:
     all_heads, dim, window, ring_rows, _, _, split = sizes
     row_bytes = dim + dim // 32
 
@@ -164,7 +203,7 @@ def _window(
 
 
 def _with_latents(
-    sizes: Sizes, panel: int, spare_rows: int, finish: Any, constants: Any
+    sizes: Sizes, panel: int, decode_latent: Any, spare_rows: int, finish: Any, constants: Any
 ) -> PrimFunc:
     all_heads, dim, window, ring_rows, block_rows, k, split = sizes
     row_bytes, latent_bytes = dim + dim // 32, dim // 2 + dim // 16

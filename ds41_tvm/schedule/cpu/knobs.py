@@ -52,11 +52,18 @@ def _linear_fma(p: Params) -> Space:
 
 def _attention_vector(p: Params) -> Space:
     """`rows` x `wide` accumulators of a score tile; `heads` x `lanes` of an output tile; `block` rows of the output."""
-    wide = tuple(w for w in (64, 32, 16) if -(-(p["heads"] // p["split"]) // 16) * 16 % w == 0)
-    lanes = tuple(w for w in (64, 32, 16) if p["dim"] % w == 0)
+    from ds41_tvm.schedule.cpu.attention import MOST
+
+    most = MOST[p["form"]]
+    wide = [w for w in (64, 32, 16) if -(-(p["heads"] // p["split"]) // 16) * 16 % w == 0]
+    lanes = [w for w in (64, 32, 16) if (64 if p["dim"] % 64 == 0 else 32) % w == 0]
     return {
-        "rows": (6, 2, 3, 4, 8, 12), "wide": wide, "heads": (4, 1, 2, 3, 6, 8), "lanes": lanes, "block": (32, 16, 64),
-    }  # fmt: skip
+        "rows": (6, 2, 3, 4, 8, 12),
+        "wide": _default_first(max(w for w in wide if w <= most), *wide),
+        "heads": _default_first(4 if most == 64 else 6, 1, 2, 3, 4, 6, 8),
+        "lanes": _default_first(max(w for w in lanes if w <= most), *lanes),
+        "block": (32, 16, 64),
+    }
 
 
 def _attention_amx(p: Params) -> Space:
@@ -89,6 +96,7 @@ _SPACES: dict[str, Callable[[Params], Space]] = {
     "linear-row": _linear_row,
     "linear-fma": _linear_fma,
     "attention-dot": _attention_vector,
+    "attention-avx512": _attention_vector,
     "attention-fma": _attention_vector,
     "attention-amx": _attention_amx,
     "index-scores": _scores,
