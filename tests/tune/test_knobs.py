@@ -83,11 +83,8 @@ def assert_same(name: str, points: list[Values], outputs: Any, task: Task) -> No
 
 
 # The others have the same knobs; with all their combinations they are in the slow test.
-QUICK = [
-    n
-    for n in KERNELS
-    if n not in ("attention, parts", "many rows, f32", "scores", "one row, amx", "one row, dot", "quantise")
-]
+LONG = ("attention, parts", "many rows, f32", "scores", "one row, amx", "one row, dot", "quantise")
+QUICK = [name for name in KERNELS if name not in LONG]
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -6,9 +6,9 @@ ascending order within a chunk (`linear_pairs.CHUNK`), chunks joined in ascendin
 alike, so a token's bits do not depend on `rows`.
 
 One row streams the weights once, at the speed of memory; prefetches are off by default, as the processors that have
-these instructions and no tile registers fetch ahead better alone (measured: 28 against 15 GB/s). Many rows are bound by the instruction: `rows` x 32 sums stay
-in registers, activations are first laid out so that a step's lie together, and a task's weights stay in the
-second-level cache while all rows pass by.
+these instructions and no tile registers fetch ahead better alone (measured: 28 against 15 GB/s). Many rows are bound by
+the instruction: `rows` x 32 sums stay in registers, activations are first laid out so that a step's lie together, and a
+task's weights stay in the second-level cache while all rows pass by.
 """
 
 from __future__ import annotations
