@@ -23,7 +23,7 @@ SELECTING = frozenset(
 )
 SHORT = 1024  # inner sizes up to which every linear layer is summed so: they cost little
 # Row tile of the linear kernels for many rows by form, if tuning has not chosen another.
-ROW_TILES = {"fma": 6, "vbmi": 6, "dot": 12, "amx": 16, "cuda": 16}
+ROW_TILES = {"fma": 6, "vbmi": 6, "dot": 8, "amx": 16, "cuda": 16}
 FREE_ROWS = frozenset({"fma", "vbmi", "dot"})  # forms whose row tile can be chosen, from 2 to `PAD_ROWS`
 PAD_ROWS = 16  # buffers of per-token rows are this much longer than the tokens, so that any row tile fits
 
@@ -89,7 +89,7 @@ class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def packing_widths(linear: Linear) -> tuple[int, ...]:
     """Packing widths that the kernels of a linear layer can have."""
-    widest = {"fma": 64, "vbmi": 64, "dot": 32, "amx": 32, "cuda": 32}[linear.form]
+    widest = {"fma": 64, "vbmi": 64, "dot": 8, "amx": 32, "cuda": 32}[linear.form]
     least = 16 if linear.form in ("dot", "amx") else 1
     return tuple(t for t in (64, 32, 16, 8, 4, 2, 1) if least <= t <= widest and (linear.n // linear.groups) % t == 0)
 

@@ -23,7 +23,9 @@ def vectorize_inner(s: Schedule, block: SBlockRV, lanes: int = LANES) -> None:
         s.vectorize(s.split(inner, [None, lanes])[1])
 
 
-def prefetch(pointer: Any) -> Any:
-    """Bring the cache line at `pointer` close; any address will do, wrong ones are ignored by the processor."""
-    read, keep, data = 0, 3, 1
+def prefetch(pointer: Any, keep: int = 3) -> Any:
+    """Bring the cache line at `pointer` close (`keep` 3: into every cache, 2: not the first level); any address will
+    do, wrong ones are ignored by the processor.
+    """
+    read, data = 0, 1
     return T.call_llvm_intrin("void", "llvm.prefetch", pointer, T.int32(read), T.int32(keep), T.int32(data))

@@ -140,35 +140,74 @@ def _one_row(X, w, scale, Y, m, sizes):
 
 
 @T.macro
-def _row_tiles(layout, weights, first, part, sums, Y, m, vp, vj, sizes):
-    """The task's columns for all row tiles of the panel; weights of column c lie from ``weights[first + c]`` on.
+def _fetch_step(w, column, step, sizes):
+    """Asks for a step's weights of a column tile, into the second-level cache; beyond the last one nothing happens."""
+    for line in T.unroll(PAIRS * sizes.tile * sizes.word_bytes // 64):
+        T.evaluate(
+            prefetch(
+                w.access_ptr(
+                    "r",
+                    offset=(column * (sizes.k // 2) + step * PAIRS) * sizes.tile + line * 64 // sizes.word_bytes,
+                ),
+                keep=2,
+            )
+        )
 
-    A chunk's weights of one column tile stay in the first-level cache while all row tiles pass by.
+
+@T.macro
+def _multiply(layout, weights, at, first, part, b, step, sizes):
+    """part[r] += row r of tile b in the layout's step `step` times the weights from ``weights[at, first]`` on."""
+    for io in range(PAIRS // WRITTEN_OUT):
+        for ii in T.unroll(WRITTEN_OUT):
+            for r in T.unroll(sizes.rows):
+                for j in T.unroll(sizes.tile // LANES):
+                    part[r, T.ramp(j * LANES, 1, LANES)] = dot(
+                        part[r, T.ramp(j * LANES, 1, LANES)],
+                        T.broadcast(layout[b, step, r, io * WRITTEN_OUT + ii], LANES),
+                        weights[at, first + io * WRITTEN_OUT + ii, T.ramp(j * LANES, 1, LANES)],
+                    )
+
+
+@T.macro
+def _tile(layout, w, pairs, part, sums, b, column, chunk, group, fetches, sizes):
+    """A chunk's products of row tile b, added to its sums; `fetches`: ask for the next chunk's weights meanwhile."""
+    _zero(part, sizes.rows, sizes.tile)
+    for step in range(sizes.chunks[1]):
+        ko: T.let = chunk * sizes.chunks[1] + step
+        if fetches:
+            _fetch_step(w, column, ko + sizes.chunks[1], sizes)
+        if sizes.weight == "fp8":
+            _multiply(layout, pairs, 0, step * PAIRS, part, b, group + ko, sizes)
+        else:
+            _multiply(layout, w, column, ko * PAIRS, part, b, group + ko, sizes)
+    for r in T.unroll(sizes.rows):
+        for j in T.vectorized(sizes.tile):
+            sums[b, r, j] = T.if_then_else(chunk == 0, T.Cast(sizes.total_type, T.float32(0)), sums[b, r, j]) + T.Cast(
+                sizes.total_type, part[r, j]
+            )
+
+
+@T.macro
+def _columns(layout, w, scale, part, sums, pairs, Y, m, vp, vj, sizes):
+    """The task's columns for all row tiles of the panel.
+
+    A chunk's weights of one column tile stay in the first-level cache while all row tiles pass by; the first of these
+    asks for the next chunk, so that memory is read while products are made.
     """
     tiles: T.let = T.min(m - vp * sizes.panel, T.int64(sizes.panel))
-    for c in range(sizes.columns):
+    for c, chunk in T.grid(sizes.columns, sizes.chunks[0]):
         column: T.let = vj * sizes.columns + c
         group: T.let = column * sizes.tile // (sizes.n // sizes.groups) * (sizes.k // STEP)
-        for chunk, b in T.grid(sizes.chunks[0], tiles):
-            _zero(part, sizes.rows, sizes.tile)
-            for step, io in T.grid(sizes.chunks[1], PAIRS // WRITTEN_OUT):
-                ko: T.let = chunk * sizes.chunks[1] + step
-                for ii in T.unroll(WRITTEN_OUT):
-                    for r in T.unroll(sizes.rows):
-                        for j in T.unroll(sizes.tile // LANES):
-                            part[r, T.ramp(j * LANES, 1, LANES)] = dot(
-                                part[r, T.ramp(j * LANES, 1, LANES)],
-                                T.broadcast(layout[b, group + ko, r, io * WRITTEN_OUT + ii], LANES),
-                                weights[first + c, ko * PAIRS + io * WRITTEN_OUT + ii, T.ramp(j * LANES, 1, LANES)],
-                            )
-            for r in T.unroll(sizes.rows):
+        if sizes.weight == "fp8":
+            for step in range(sizes.chunks[1]):
+                decode_step(pairs, 0, step * PAIRS, w, scale, column, chunk * sizes.chunks[1] + step, sizes.tile)
+        _tile(layout, w, pairs, part, sums, 0, column, chunk, group, True, sizes)
+        for b in range(tiles - T.int64(1)):
+            _tile(layout, w, pairs, part, sums, b + T.int64(1), column, chunk, group, False, sizes)
+        if chunk == sizes.chunks[0] - 1:
+            for b, r in T.grid(tiles, sizes.rows):
                 for j in T.vectorized(sizes.tile):
-                    sums[b, r, j] = T.if_then_else(
-                        chunk == 0, T.Cast(sizes.total_type, T.float32(0)), sums[b, r, j]
-                    ) + T.Cast(sizes.total_type, part[r, j])
-        for b, r in T.grid(tiles, sizes.rows):
-            for j in T.vectorized(sizes.tile):
-                Y[vp * sizes.panel + b, r, column * sizes.tile + j] = sizes.store(T.Cast("float32", sums[b, r, j]))
+                    Y[vp * sizes.panel + b, r, column * sizes.tile + j] = sizes.store(T.Cast("float32", sums[b, r, j]))
 
 
 @T.macro
@@ -192,11 +231,6 @@ def _many_rows(X, w, scale, Y, m, sizes):
                 T.writes(Y[0:m, 0 : sizes.rows, 0 : sizes.n])
                 part = T.sblock_alloc_buffer((sizes.rows, sizes.tile), "float32", scope="local")
                 sums = T.sblock_alloc_buffer((sizes.panel, sizes.rows, sizes.tile), sizes.total_type)
+                pairs = T.sblock_alloc_buffer((1, sizes.chunks[1] * PAIRS, sizes.tile), "uint32")
                 with T.attr(T.int32(0), IMPORT, SOURCE):
-                    if sizes.weight == "fp8":
-                        pairs = T.sblock_alloc_buffer((sizes.columns, sizes.k // 2, sizes.tile), "uint32")
-                        for c, ko in T.grid(sizes.columns, sizes.k // STEP):
-                            decode_step(pairs, c, ko * PAIRS, w, scale, vj * sizes.columns + c, ko, sizes.tile)
-                        _row_tiles(layout, pairs, 0, part, sums, Y, m, vp, vj, sizes)
-                    else:
-                        _row_tiles(layout, w, vj * sizes.columns, part, sums, Y, m, vp, vj, sizes)
+                    _columns(layout, w, scale, part, sums, pairs, Y, m, vp, vj, sizes)
