@@ -89,7 +89,8 @@ class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def packing_widths(linear: Linear) -> tuple[int, ...]:
     """Packing widths that the kernels of a linear layer can have."""
-    widest = {"fma": 64, "vbmi": 64, "dot": 8, "amx": 32, "cuda": 32}[linear.form]
+    # 32 columns of fp8 weights share their scales.
+    widest = 64 if linear.form in ("fma", "vbmi") and linear.weight != "fp8" else 32
     least = 16 if linear.form in ("dot", "amx") else 1
     return tuple(t for t in (64, 32, 16, 8, 4, 2, 1) if least <= t <= widest and (linear.n // linear.groups) % t == 0)
 

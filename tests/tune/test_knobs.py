@@ -25,6 +25,7 @@ def linear(rows: int, weight: str = "bf16", total: str = "f32", form: str = "fma
 # Kernel, and whether its program gives the bits of the plain kernel (attention sums in another order than that).
 KERNELS: dict[str, tuple[Kernel, bool]] = {
     "one row": (linear(1), True),
+    "one row, fp8": (linear(1, "fp8"), True),
     "many rows": (linear(6), True),
     "many rows, fp8, f64": (linear(6, "fp8", "f64"), True),
     "many rows, f32": (linear(6, "f32", "f64"), True),
