@@ -14,7 +14,7 @@ from ds41_tvm.golden.runner import runner_caches, runner_forward
 
 FOLDER = Path(__file__).parents[2] / "golden"
 NAMES = sorted(p.name for p in FOLDER.glob("*.npz") if p.name.startswith(("tiny_", "mid_", "checkpoint_")))
-CASES = [name for name in NAMES if name.startswith("tiny_")]
+CASES = [name for name in NAMES if name.startswith(("tiny_", "mid_"))]
 LONG = [name for name in NAMES if name not in CASES]
 
 
