@@ -3,6 +3,7 @@
 - ``read``: bytes per second of reading memory in order, a buffer several times larger than the last cache;
 - ``fma``: f32 FLOP per second of fused multiply-adds out of registers;
 - ``vnni``: integer operations per second of ``vpdpbusd`` (64 products and sums each), where the target has it;
+- ``bf16``: bf16 FLOP per second of ``vdpbf16ps`` (32 products and sums each), where the target has it;
 - ``amx``: bf16 FLOP per second of tile products out of tile registers, where the target has them.
 
 Every sample makes several passes and keeps the fastest and the median one: the first pass after a pause meets cold
@@ -23,7 +24,7 @@ from tvm.script import tirx as T
 from ds41_tvm.bench.machine import last_cache
 from ds41_tvm.packing import aligned
 from ds41_tvm.runtime.threads import use_threads
-from ds41_tvm.schedule.cpu import amx
+from ds41_tvm.schedule.cpu import amx, dot
 from ds41_tvm.schedule.cpu.common import prefetch
 from ds41_tvm.target import Target
 
@@ -106,6 +107,30 @@ def _vnni(tasks: int, chains: int):
                         )
                 for i in T.vectorized(chains * 16):
                     y[v, i] = total[i]
+
+    return main
+
+
+def _bf16(tasks: int, chains: int):
+    @T.prim_func(s_tir=True)
+    def main(x: T.Buffer((2, 16), "uint32"), y: T.Buffer((tasks, chains * 16), "float32")):
+        T.func_attr({"tirx.noalias": True})
+        with T.attr(T.int32(0), dot.IMPORT, dot.SOURCE):
+            for task in T.parallel(tasks):
+                with T.sblock("bf16"):
+                    v = T.axis.spatial(tasks, task)
+                    T.reads(x[0:2, 0:16])
+                    T.writes(y[v, 0 : chains * 16])
+                    total = T.sblock_alloc_buffer((chains * 16,), "float32", scope="local")
+                    for i in T.vectorized(chains * 16):
+                        total[i] = T.float32(0)
+                    for _ in range(_TURNS):
+                        for c in T.unroll(chains):
+                            total[T.ramp(c * 16, 1, 16)] = dot.dot(
+                                total[T.ramp(c * 16, 1, 16)], x[0, T.ramp(0, 1, 16)], x[1, T.ramp(0, 1, 16)]
+                            )
+                    for i in T.vectorized(chains * 16):
+                        y[v, i] = total[i]
 
     return main
 
@@ -196,6 +221,10 @@ class Limits:
             a, b, sums = aligned(64, np.uint8), aligned(64, np.int8), aligned((threads, _CHAINS * 16), np.int32)
             a[:] = b[:] = 0
             self._add("vnni", 128.0 * threads * _CHAINS * _TURNS, _vnni, (threads, _CHAINS), (a, b, sums))
+        if target.has("avx512bf16"):
+            pairs, totals = aligned((2, 16), np.uint32), aligned((threads, _CHAINS * 16), np.float32)
+            pairs[:] = 0
+            self._add("bf16", 64.0 * threads * _CHAINS * _TURNS, _bf16, (threads, _CHAINS), (pairs, totals))
         if target.has("amx-bf16"):
             tile, tiles = aligned((16, 16), np.int32), aligned((threads, 16, 16), np.float32)
             tile[:] = 0
@@ -208,11 +237,11 @@ class Limits:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """``read``, ``fma`` and, where the target has them, ``vnni`` and ``amx``."""
+        """``read``, ``fma`` and, where the target has them, ``vnni``, ``bf16`` and ``amx``."""
         return tuple(self._work)
 
     def sample(self, kinds: tuple[str, ...] | None = None, passes: int = PASSES) -> dict[str, list[float]]:
-        """What each pass reached, per second: bytes (read), FLOP (fma, amx) or integer operations (vnni)."""
+        """What each pass reached, per second: bytes (read), FLOP (fma, bf16, amx) or integer operations (vnni)."""
         use_threads(self.threads)
         return {
             kind: [work / seconds for seconds in _times(run, passes)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from ds41_tvm.bench.result import Result, Row
 from ds41_tvm.errors import UsageError
 
-_ROOFS = {"fma": "f32 multiply-add", "amx": "bf16 tiles", "vnni": "int8 dot"}
+_ROOFS = {"fma": "f32 multiply-add", "bf16": "bf16 dot", "amx": "bf16 tiles", "vnni": "int8 dot"}
 _MARKS = "os^vD<>*PX"
 
 

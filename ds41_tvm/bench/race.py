@@ -294,8 +294,12 @@ def _row(
     least = work.floor(counted, limits) if some else None
     of = {}
     if least is not None:
-        done = {"read": counted.bytes, "fma": counted.flops, "amx": counted.flops, "vnni": counted.dots}
-        of = {kind: done[kind] / took.median / rate for kind, rate in limits.items() if done[kind]}
+        done = {"read": counted.bytes, "vnni": counted.dots}
+        of = {
+            kind: done.get(kind, counted.flops) / took.median / rate
+            for kind, rate in limits.items()
+            if done.get(kind, counted.flops)
+        }
     return Row(
         name=name,
         what=case.what,

@@ -2,7 +2,8 @@
 
     floor = max(bytes / read, flops / products + integer_ops / dots)
 
-`products` is the rate of bf16 tile products where the target has them, else of f32 multiply-adds; `dots` that of
+`products` is the rate of bf16 tile products where the target has them, else of bf16 dot products, else of f32
+multiply-adds; `dots` that of
 integer dot instructions where the target has them, else of multiply-adds. `bytes` is what must be read from memory at
 least once, in the formats in which the release stores it; a layer can take longer than the floor, never less.
 """
@@ -43,8 +44,8 @@ class Floor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def floor(work: Work, limits: Mapping[str, float]) -> Floor:
-    """The least time at the machine's `limits` (per second: read bytes, fma and amx FLOP, vnni operations)."""
-    products = limits.get("amx", limits["fma"])
+    """The least time at the machine's `limits` (per second: read bytes, fma, bf16 and amx FLOP, vnni operations)."""
+    products = limits.get("amx", limits.get("bf16", limits["fma"]))
     dots = limits.get("vnni", limits["fma"])
     compute = work.flops / products + work.dots / dots
     reading = work.bytes / limits["read"]

@@ -12,9 +12,14 @@ if TYPE_CHECKING:
     from ds41_tvm.bench.profile import Part
     from ds41_tvm.bench.result import Change, Result, Row
 
-_UNITS = {"read": ("GB/s", "reading memory"), "fma": ("GFLOP/s", "f32 multiply-add"), "vnni": ("GOP/s", "int8 dot")}
+_UNITS = {
+    "read": ("GB/s", "reading memory"),
+    "fma": ("GFLOP/s", "f32 multiply-add"),
+    "vnni": ("GOP/s", "int8 dot"),
+    "bf16": ("GFLOP/s", "bf16 dot"),
+    "amx": ("GFLOP/s", "bf16 tiles"),
+}
 DISTURBED = 0.1  # share of the processors' time that others may take
-_UNITS["amx"] = ("GFLOP/s", "bf16 tiles")
 
 
 def row_tables(result: Result) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from ds41_tvm.tune.task import Task, Values
 FINALISTS = 3  # choices that are measured again when a search has ended
 ROUNDS = 3  # times that default and finalists are timed, in turn
 WORTH = 0.98  # a winner needs at most this part of the default's time; else the default stays
+_PRODUCTS = {"amx": "amx", "dot": "bf16"}  # limit of the products of a form; of all others fma
 FEW = (2, 3, 4, 6, 8, 12, 16)  # tokens tried through the one-row kernel
 
 
@@ -133,9 +134,10 @@ def floor(kernel: Kernel, limits: dict[str, float]) -> tuple[str, float]:
         return "", 0.0
     seconds: dict[str, list[float]] = {}
     for case in cases(kernel):
-        compute = "amx" if "amx" in limits and dict(kernel.params).get("form") == "amx" else "fma"
-        if kernel.op == "index_scores" and "vnni" in limits:
+        compute = _PRODUCTS.get(str(dict(kernel.params).get("form")), "fma")
+        if kernel.op == "index_scores":
             compute = "vnni"
+        compute = compute if compute in limits else "fma"
         moved = sum(array.nbytes for array in arguments(kernel, case, packed=True))
         seconds.setdefault("read", []).append(moved / limits["read"])
         seconds.setdefault(compute, []).append(flops(kernel, case) / limits[compute])
