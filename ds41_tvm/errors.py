@@ -103,6 +103,10 @@ class CompileError(Ds41Error):
     """A program could not be compiled, or a compiled artefact cannot be loaded."""
 
 
+class TooLargeForGpu(CompileError):
+    """A program asks for more shared memory, threads or registers than a block of the architecture has."""
+
+
 class NoCudaCompiler(CompileError):
     """Kernels for CUDA were to be compiled and NVIDIA's compiler was not found."""
 

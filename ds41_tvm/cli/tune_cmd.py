@@ -59,7 +59,7 @@ def tune(
     layers
         Layers whose kernels are tuned, such as 0,2,20-24; with --config.
     target
-        cpu (this machine, the default), or cpu:LEVEL+feature+...; with --config.
+        cpu (this machine, the default), cpu:LEVEL+feature+..., or cuda:sm_NN; with --config.
     linear
         Arithmetic of the linear layers: bf16 (the default) or fp8; with --config.
     trials
@@ -85,7 +85,8 @@ def tune(
     again
         Tune kernels anew whose records hold.
     dry_run
-        Only list kernels, knobs and records.
+        Only list kernels, knobs and records; for a GPU, which need not be there, also compile every candidate: exit
+        code 1 if one does not compile.
     json
         Print the result as JSON.
     """
@@ -107,6 +108,8 @@ def tune(
 
     if plot is not None:
         require("matplotlib", "--plot", "plot")
+    if dry_run and program.target.is_gpu:
+        return _compile_all(program, session.chosen_units(program, patterns), json)
     if dry_run:
         return _list(program, session.chosen_units(program, patterns), out, json)
     options = session.Options(
@@ -213,6 +216,38 @@ def _list(program: Program, units: Any, out: Path | None, json: bool) -> int:
     for note in found.problems:
         print(f"note: {note}")
     return 0
+
+
+def _compile_all(program: Program, units: Any, json: bool) -> int:
+    """Compile every candidate for a GPU and show, by kernel, what the compiler made of them."""
+    import msgspec
+
+    from ds41_tvm.cli.progress import progress
+    from ds41_tvm.tune.candidates import compile_candidates
+
+    if program.target.kind != "cuda":
+        raise UsageError(f"--target {program.target.name} is for proofs; expected cpu or cuda:sm_NN")
+    tasks = [task for unit in units for task in unit.tasks]
+    with progress("compile candidates of") as report:
+        made = list(compile_candidates(program.target, tasks, report))
+    wrong = [candidate for candidate in made if candidate.wrong]
+    if json:
+        print_json({"target": program.target.name, "candidates": msgspec.to_builtins(made), "wrong": len(wrong)})
+        return 1 if wrong else 0
+    rows = []
+    for task in tasks:
+        mine = [c for c in made if c.kernel == task.name]
+        count = {state: sum(c.state == state for c in mine) for state in ("compiled", "spills", "too large", "failed")}
+        ran = [c for c in mine if c.registers]
+        registers = f"{min(c.registers for c in ran)}..{max(c.registers for c in ran)}" if ran else None
+        shared = f"{max(c.shared for c in ran) / 1024:.1f}" if ran else None
+        rows.append((task.name, len(mine), *count.values(), registers, shared))
+    names = ("kernel", "programs", "compiled", "spills", "too large", "failed", "registers", "shared KiB, most")
+    console().print(table(names, rows))
+    print(f"{len(made)} candidates for {program.target.name}, {len(wrong)} of them wrong")
+    for candidate in wrong:
+        print(f"WRONG: {candidate.kernel} with {candidate.knobs}: {candidate.message or candidate.state}")
+    return 1 if wrong else 0
 
 
 def _show(outcome: Outcome, records: Any, json: bool) -> None:

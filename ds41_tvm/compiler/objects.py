@@ -23,7 +23,7 @@ from ds41_tvm.compiler.cuda import device_code, lower_cuda, module_table
 from ds41_tvm.compiler.nvcc import find_nvcc
 from ds41_tvm.compiler.targets import tvm_target
 from ds41_tvm.cpu_features import available_threads
-from ds41_tvm.errors import CompileError
+from ds41_tvm.errors import CompileError, TooLargeForGpu
 from ds41_tvm.program import Kernel, Program
 from ds41_tvm.schedule import fallback, schedule
 from ds41_tvm.target import Target
@@ -77,7 +77,7 @@ def compile_kernels(
     ):
         if ours.kind == "cuda":
             find_nvcc()  # before anything else, if it is missing
-            jobs = [_compile_cuda(kernel, target, ours, Path(folder), pool) for kernel in missing]
+            jobs = [start_cuda(kernel, ours, Path(folder), pool) for kernel in missing]
             for done, (kernel, job) in enumerate(zip(missing, jobs, strict=True)):
                 tell(have + done, len(needed))
                 _compiled[ours, kernel] = job()
@@ -102,21 +102,25 @@ def _compile(kernel: Kernel, target: Any, ours: Target, path: Path) -> CompiledK
     return CompiledKernel(_entry(kernel, func, rule, ours, text), text, path.read_bytes())
 
 
-def _compile_cuda(
-    kernel: Kernel, target: Any, ours: Target, folder: Path, pool: ThreadPoolExecutor
+def start_cuda(
+    kernel: Kernel, ours: Target, folder: Path, pool: ThreadPoolExecutor, symbol: str | None = None
 ) -> Callable[[], CompiledKernel]:
-    """Lower a kernel now and let `pool` run nvcc; the result waits for it."""
+    """Lower a kernel now and let `pool` run nvcc; the result waits for it. `symbol`: the function's, if not its name.
+
+    Raises CompileError; the result also TooLargeForGpu.
+    """
+    symbol = symbol or kernel.name
     with _named(kernel, ours):
         rule, func = schedule(kernel, ours.kind)
-        text = func.with_attr("global_symbol", kernel.name).script()
-        lowered = lower_cuda(kernel.name, func, target, folder)
-    future = pool.submit(device_code, kernel.name, lowered, ours.level)
+        text = func.with_attr("global_symbol", symbol).script()
+        lowered = lower_cuda(symbol, func, tvm_target(ours), folder)
+    future = pool.submit(device_code, symbol, lowered, ours.level)
 
     def wait() -> CompiledKernel:
         code, report = future.result()
         for function in report:
             if occupancy(function, ours.level)["blocks"] == 0:
-                raise CompileError(
+                raise TooLargeForGpu(
                     f"{function.name} asks for {function.shared_bytes + function.dynamic_shared_bytes} bytes of shared "
                     f"memory, {function.threads} threads and {function.registers} registers a thread, more than a "
                     f"block of {ours.level} has: choose smaller sizes in the configuration or another architecture"

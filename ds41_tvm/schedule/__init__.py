@@ -24,7 +24,9 @@ def space(kernel: Kernel, target_kind: str) -> dict[str, tuple[int, ...]]:
         from ds41_tvm.schedule import cpu
 
         return cpu.space(kernel)
-    return {}
+    from ds41_tvm.schedule import cuda
+
+    return cuda.space(kernel)
 
 
 def fallback(target_kind: str) -> str:

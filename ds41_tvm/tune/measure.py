@@ -85,12 +85,14 @@ def require(package: str, what: str, extra: str = "tune") -> None:
 
 
 class Bench:
-    """Builds and times candidates in worker processes that stay. `built`: a folder for artefacts on their way."""
+    """Builds and times candidates in worker processes that stay. `built`: a folder for artefacts on their way;
+    `device`: what they run on, cpu or cuda.
+    """
 
-    def __init__(self, threads: int, built: Path, fleet: Fleet | None = None) -> None:
+    def __init__(self, threads: int, built: Path, fleet: Fleet | None = None, device: str = "cpu") -> None:
         for package in NEEDS:
             require(package, "tuning")
-        self.threads, self.fleet = threads, fleet
+        self.threads, self.fleet, self.device = threads, fleet, device
         # Workers inherit these: threads as in `runtime.threads`, and tvm_ffi does not load torch, which takes seconds.
         os.environ.setdefault("TVM_NUM_THREADS", str(available_threads()))
         os.environ.setdefault("TVM_BIND_THREADS", "0")
@@ -100,7 +102,7 @@ class Bench:
         servers = fleet.servers() if fleet else 0  # first of all: it fails where there are none
         worker.prepare()
         self._builder = _builder(min(2, available_threads()), built)
-        self._runner = _runner(fleet, servers)
+        self._runner = _runner(fleet, servers, device)
 
     @property
     def place(self) -> str:
@@ -120,7 +122,7 @@ class Bench:
         futures = []
         for path, kernel, situations in jobs:
             inner.f_alloc_argument = allocate(use, kernel, situations, self.threads)
-            futures += inner.run([RunnerInput(path, "cpu", [])])
+            futures += inner.run([RunnerInput(path, self.device, [])])
         return [future.result() for future in futures]
 
     def close(self) -> None:
@@ -162,7 +164,7 @@ def _call(job: tuple[Any, tuple[Any, ...]]) -> Any:
     return function(*arguments)
 
 
-def _runner(fleet: Fleet | None, servers: int) -> Any:
+def _runner(fleet: Fleet | None, servers: int, device: str) -> Any:
     from tvm.s_tir.meta_schedule.runner import LocalRunner, RPCConfig, RPCRunner
 
     if fleet is None:
@@ -170,7 +172,7 @@ def _runner(fleet: Fleet | None, servers: int) -> Any:
             timeout_sec=RUN_SECONDS,
             f_alloc_argument=worker.allocate_here,
             f_run_evaluator=worker.run_here,
-            initializer=worker.initialize,
+            initializer=worker.initialize if device == "cpu" else worker.initialize_gpu,
         )
     return RPCRunner(
         rpc_config=RPCConfig(fleet.host, fleet.port, fleet.key, session_priority=1, session_timeout_sec=RUN_SECONDS),

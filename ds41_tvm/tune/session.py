@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ds41_tvm.bench import machine
-from ds41_tvm.errors import TuneError, UsageError
+from ds41_tvm.errors import DeviceError, TuneError, UsageError
 from ds41_tvm.program import Program
+from ds41_tvm.target import Target
 from ds41_tvm.tune import records, worker
 from ds41_tvm.tune.apply import program_digest, stale
 from ds41_tvm.tune.database import BUILT, open_database, work_folder
@@ -90,6 +91,8 @@ class Session:
     def __init__(self, program: Program, options: Options, folder: Path, report: Callable[[Progress], None]) -> None:
         import tvm
 
+        if options.fleet is None and program.target.is_gpu:
+            _check_gpu(program.target)
         if options.fleet is None and (missing := program.target.missing_here()):
             raise TuneError(
                 f"target {program.target.name}: this machine lacks {', '.join(missing)}; tune where it is present, or "
@@ -131,7 +134,7 @@ class Session:
     def _bench(self) -> Iterator[tuple[Bench, Any]]:
         work = self.options.work or default_work(records.folder_name(self.program.target))
         with work_folder(work) as folder:
-            bench = Bench(self.options.threads, folder / BUILT, self.options.fleet)
+            bench = Bench(self.options.threads, folder / BUILT, self.options.fleet, self.program.target.kind)
             try:
                 database, problems = open_database(folder)
                 self.outcome.notes += problems
@@ -252,6 +255,10 @@ class Session:
         import tvm
 
         here = msgspec.to_builtins(machine.describe()) if self.options.fleet is None else {"fleet": bench.place}
+        if self.options.fleet is None and self.program.target.is_gpu:
+            from ds41_tvm.runtime.cuda_driver import Driver
+
+            here["gpu"] = Driver().device_name(0)
         return {
             "machine": here,
             "threads": self.options.threads,
@@ -260,14 +267,32 @@ class Session:
         }
 
     def _limits(self, bench: Bench) -> dict[str, float]:
-        """The most that the machine was seen to do in this run; nothing is known of a fleet."""
-        if self.options.fleet is None:
+        """The most that the machine was seen to do in this run; nothing is known of a fleet or a GPU."""
+        if self.options.fleet is None and not self.program.target.is_gpu:
             from ds41_tvm.bench.limits import Limits
 
             sampled = Limits(self.program.target, self.options.threads).sample(passes=3)
             for kind, values in sampled.items():
                 self._measured[kind] = max(self._measured.get(kind, 0.0), *values)
         return self._measured
+
+
+def _check_gpu(target: Target) -> None:
+    """Raises TuneError unless this machine can run code for `target`, a kind of GPU."""
+    from ds41_tvm.runtime.cuda_driver import MAJOR, MINOR, Driver
+
+    if target.kind != "cuda":
+        raise TuneError(f"target {target.name} is for proofs and cannot be tuned; expected cpu or cuda:sm_NN")
+    try:
+        driver = Driver()
+        level = f"sm_{driver.number('cuDeviceGetAttribute', MAJOR, 0)}{driver.number('cuDeviceGetAttribute', MINOR, 0)}"
+    except DeviceError as error:
+        raise TuneError(
+            f"target {target.name}: {error}; tune where such a GPU is, or on a fleet with --rpc; --dry-run compiles "
+            f"every candidate without one"
+        ) from error
+    if level != target.level:
+        raise TuneError(f"target {target.name}: GPU 0 here is of {level}; expected --target cuda:{level}, or --rpc")
 
 
 def default_work(name: str) -> Path:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ ENTRY = "main"
 # Seconds that the calls of one situation take at least, and how many there are at least and at most.
 TIMED, LEAST, MOST = 0.05, 3, 50
 _FLUSH = "cache_flush_cpu_non_first_arg"
+_GPU_CACHE = 256 << 20  # bytes written between measurements that must not find weights in a GPU's cache
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,6 +48,14 @@ def initialize() -> None:
     """Called first in every worker process. An interruption is the main process's to handle, which ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare()
+
+
+def initialize_gpu() -> None:
+    """As `initialize`, for a worker that runs kernels on this machine's GPU."""
+    from ds41_tvm.runtime.ffi import load_cuda_runtime
+
+    initialize()
+    load_cuda_runtime()
 
 
 def begin() -> None:
@@ -91,7 +101,9 @@ def build(module: Any, _target: Any, _params: Any) -> Any:
 
 
 def compile_kernel(kernel: Kernel, target: Target) -> Any:
-    """TVM's module with the kernel as its function `ENTRY`."""
+    """TVM's module with the kernel as its function `ENTRY`; of a GPU what `export_into` makes a library of."""
+    if target.is_gpu:
+        return _compile_cuda(kernel, target)
     import tvm
 
     from ds41_tvm.compiler.targets import tvm_target
@@ -101,14 +113,32 @@ def compile_kernel(kernel: Kernel, target: Target) -> Any:
     return tvm.compile(tvm.IRModule({ENTRY: func.with_attr("global_symbol", ENTRY)}), target=tvm_target(target)).mod
 
 
+def _compile_cuda(kernel: Kernel, target: Target) -> Any:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from ds41_tvm.compiler.objects import start_cuda
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+        return start_cuda(kernel, target, Path(folder), pool, ENTRY)()
+
+
 def export_into(folder: str) -> Callable[[Any], str]:
-    """MetaSchedule's `f_export`: object files in an archive of its own below `folder`, linked where they run."""
+    """MetaSchedule's `f_export`: object files in an archive of its own below `folder`, linked where they run; of a GPU
+    a library as in an artefact, with machine code.
+    """
 
     def export(module: Any) -> str:
         from tvm.support.tar import tar
 
-        path = os.path.join(tempfile.mkdtemp(dir=folder), "kernel.tar")
-        module.export_library(path, fcompile=tar)
+        from ds41_tvm.compiler.objects import CompiledKernel, link
+
+        here = tempfile.mkdtemp(dir=folder)
+        if isinstance(module, CompiledKernel):
+            path = os.path.join(here, "kernel.so")
+            link([module.code], Path(path), [module.device] if module.device else [])
+        else:
+            path = os.path.join(here, "kernel.tar")
+            module.export_library(path, fcompile=tar)
         return path
 
     return export
@@ -126,7 +156,11 @@ def evaluate(module: Any, device: Any, kernel: Kernel, cases: Sequence[Case]) ->
         count = int(min(MOST, max(LEAST, TIMED / max(first, 1e-7))))
         # Short calls are repeated within a measurement, or the clock would say little about them.
         number = 1 if cold else max(1, int(2e-4 / max(first, 1e-7)))
-        timer = module.time_evaluator(ENTRY, device, number=number, repeat=count, f_preproc=_FLUSH if cold else "")
+        gpu = "cpu" not in str(device)
+        timer = module.time_evaluator(
+            ENTRY, device, number=number, repeat=count, f_preproc=_FLUSH if cold and not gpu else "",
+            cache_flush_bytes=_GPU_CACHE if cold and gpu else 0,
+        )  # fmt: skip
         logs.append(np.log(np.median([float(x) for x in timer(*arrays).results])))
     return [float(np.exp(np.mean(logs)))]
 

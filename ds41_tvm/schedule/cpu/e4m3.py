@@ -7,6 +7,7 @@ exponents in the table, once for 32 x 32 codes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -51,15 +52,33 @@ def in_range(scale: Any) -> Any:
     return (scale >= T.uint8(LEAST_SCALE)) & (scale <= T.uint8(GREATEST_SCALE))
 
 
-def decode(codes: Any, low0: Any, low1: Any, high0: Any, high1: Any) -> Any:
-    """64 codes (uint8x64) -> their 64 bf16 values in the same order, as uint32x32."""
+def _bytes_of(codes: Any, low0: Any, low1: Any, high0: Any, high1: Any) -> list[Any]:
+    """Low and high bytes of the bf16 values of 64 codes."""
 
     def look_up(first: Any, second: Any) -> Any:
         return T.call_llvm_pure_intrin("uint8x64", "llvm.x86.avx512.vpermi2var.qi.512", first, codes, second)
 
     sign = T.bitwise_and(codes, T.broadcast(T.uint8(0x80), LANES))
-    both = tirx.Shuffle(
-        [look_up(low0, low1), T.bitwise_or(look_up(high0, high1), sign)],
-        [tirx.IntImm("int32", i + LANES * part) for i in range(LANES) for part in (0, 1)],
-    )
-    return T.reinterpret("uint32x32", both)
+    return [look_up(low0, low1), T.bitwise_or(look_up(high0, high1), sign)]
+
+
+def _joined(low_and_high: list[Any], codes: Iterable[int]) -> Any:
+    """The bf16 values of the codes with these numbers, two in a uint32."""
+    indices = [tirx.IntImm("int32", i + LANES * part) for i in codes for part in (0, 1)]
+    return T.reinterpret(f"uint32x{len(indices) // 4}", tirx.Shuffle(low_and_high, indices))
+
+
+def decode(codes: Any, low0: Any, low1: Any, high0: Any, high1: Any) -> Any:
+    """64 codes (uint8x64) -> their 64 bf16 values in the same order, as uint32x32."""
+    return _joined(_bytes_of(codes, low0, low1, high0, high1), range(LANES))
+
+
+def half_column(half: Any, i: Any) -> Any:
+    """Which of the 32 pairs of codes is pair i of a half as `decode_half` gives it."""
+    return i // 4 * 8 + half * 4 + i % 4
+
+
+def decode_half(half: int, codes: Any, low0: Any, low1: Any, high0: Any, high1: Any) -> Any:
+    """Half of what `decode` gives, the 16 pairs `half_column`, as uint32x16: one instruction joins their bytes."""
+    chosen = [2 * half_column(half, i) + c for i in range(16) for c in (0, 1)]
+    return _joined(_bytes_of(codes, low0, low1, high0, high1), chosen)

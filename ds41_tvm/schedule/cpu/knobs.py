@@ -24,9 +24,13 @@ def _linear_amx(p: Params) -> Space:
 
 
 def _linear_dot(p: Params) -> Space:
-    """`lead`: bytes of prefetch; `task_kib`: bf16 weights of a task; `panel`: row tiles laid out together."""
+    """`together`: column tiles that one row takes in step; `lead`: bytes of prefetch; `task_kib`: bf16 weights of a
+    task; `panel`: row tiles laid out together.
+    """
+    from ds41_tvm.schedule.cpu.linear_pairs import together_options
+
     if p["rows"] == 1:
-        return {"lead": (0, 512, 1024, 2048, 4096, 8192)}
+        return {"together": together_options(p["n"], p["tile"], p["groups"]), "lead": (0, 512, 1024, 2048, 4096, 8192)}
     return {"task_kib": (512, 128, 256, 1024), "panel": (64, 16, 32, 128)}
 
 

@@ -18,19 +18,21 @@ from typing import Any
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from ds41_tvm.schedule.cpu import e4m3
 from ds41_tvm.schedule.cpu.common import prefetch
 from ds41_tvm.schedule.cpu.dot import IMPORT, LANES, SOURCE, dot
-from ds41_tvm.schedule.cpu.linear_pairs import PAIRS, STEP, PairSizes, decode_step
+from ds41_tvm.schedule.cpu.linear_pairs import PAIRS, STEP, PairSizes, decode_step, scaled_pair, together_options
 
 WRITTEN_OUT = 4  # pairs of a step of many rows in a row: enough to hide the loop, few enough to compile quickly
 
 
 def linear_dot(
     n: int, k: int, groups: int, weight: str, out: str, total: str, tile: int, rows: int,
-    *, lead: int = 0, task_kib: int = 512, panel: int = 64,
+    *, lead: int = 0, together: int = 0, task_kib: int = 512, panel: int = 64,
 ) -> PrimFunc:  # fmt: skip
-    """As `kernels.linear.linear`, for k a multiple of 32 and tiles of 16 or 32 columns."""
-    sizes = PairSizes(n, k, groups, weight, out, total, tile, rows, lead, task_kib, panel)
+    """As `kernels.linear.linear`, for k a multiple of 32 and tiles of 16 or 32 columns; `together` 0 is the default."""
+    tiles = together or together_options(n, tile, groups)[0]
+    sizes = PairSizes(n, k, groups, weight, out, total, tile, rows, lead, task_kib, panel, tiles)
     body = _one_row if rows == 1 else _many_rows
     width = groups * k
     if weight == "fp8":
@@ -85,55 +87,101 @@ def _join(part, sums, rows, first, tile, total):
 
 
 @T.macro
-def _row_step(part, x, at, weights, column, row, tile):
-    """part[0] += the products of 16 pairs, `x` from `at` on and rows `row`.. of `weights`."""
+def _row_step(part, c, x, at, w, column, tile):
+    """part[c] += the products of 16 pairs: `x` and rows of tile `column` of bf16 weights, both from `at` on."""
     for i in T.unroll(PAIRS):
-        for c in T.unroll(tile // LANES):
-            part[0, T.ramp(c * LANES, 1, LANES)] = dot(
-                part[0, T.ramp(c * LANES, 1, LANES)],
+        for j in T.unroll(tile // LANES):
+            part[c, T.ramp(j * LANES, 1, LANES)] = dot(
+                part[c, T.ramp(j * LANES, 1, LANES)],
                 T.broadcast(x[at + i], LANES),
-                weights[column, row + i, T.ramp(c * LANES, 1, LANES)],
+                w[column, at + i, T.ramp(j * LANES, 1, LANES)],
             )
 
 
 @T.macro
+def _half(part, c, half, x, codes, low0, low1, high0, high1):
+    """Half of part[c] += the products of one pair, with 32 pairs of codes."""
+    part[c, T.ramp(half * LANES, 1, LANES)] = dot(
+        part[c, T.ramp(half * LANES, 1, LANES)],
+        T.broadcast(x, LANES),
+        e4m3.decode_half(half, codes, low0, low1, high0, high1),
+    )
+
+
+@T.macro
+def _scaled_row_step(part, c, x, at, w, scale, column, ko, pairs, sizes):
+    """As `_row_step` for fp8 weights; `part` has the columns in the order of `sizes.column`."""
+    code: T.let = scale[column * sizes.tile // 32, ko]
+    if sizes.tile == 32 and e4m3.in_range(code):
+        low0: T.let = e4m3.table(code)[0]
+        low1: T.let = e4m3.table(code)[1]
+        high0: T.let = e4m3.table(code)[2]
+        high1: T.let = e4m3.table(code)[3]
+        for i in T.unroll(PAIRS):
+            codes: T.let = T.reinterpret("uint8x64", w[column, at + i, T.ramp(0, 1, sizes.tile)])
+            _half(part, c, 0, x[at + i], codes, low0, low1, high0, high1)
+            _half(part, c, 1, x[at + i], codes, low0, low1, high0, high1)
+    else:
+        for i in range(PAIRS):
+            for j in T.vectorized(sizes.tile):
+                pairs[j] = scaled_pair(w[column, at + i, sizes.column(j)], code)
+            for j in T.unroll(sizes.tile // LANES):
+                part[c, T.ramp(j * LANES, 1, LANES)] = dot(
+                    part[c, T.ramp(j * LANES, 1, LANES)],
+                    T.broadcast(x[at + i], LANES),
+                    pairs[T.ramp(j * LANES, 1, LANES)],
+                )
+
+
+@T.macro
+def _fetch_ahead(w, column, ko, sizes):
+    """Prefetches a step's weights, `lead` bytes further on."""
+    for line in T.unroll(sizes.lines):
+        ahead: T.let = (line * 64 + sizes.lead) // sizes.word_bytes
+        T.evaluate(prefetch(w.access_ptr("r", offset=(column * (sizes.k // 2) + ko * PAIRS) * sizes.tile + ahead)))
+
+
+@T.macro
 def _one_row(X, w, scale, Y, m, sizes):
-    for jo in T.parallel(sizes.n // sizes.tile):
-        with T.sblock("column_tile"):
-            vj = T.axis.spatial(sizes.n // sizes.tile, jo)
-            T.reads(X[0:m, 0, 0 : sizes.groups * sizes.k], w[vj, 0 : sizes.k // 2, 0 : sizes.tile])
-            T.writes(Y[0:m, 0, vj * sizes.tile : vj * sizes.tile + sizes.tile])
+    """A task takes `together` tiles of columns in step: a sum waits for the one before it, other tiles fill the time.
+
+    Columns of fp8 weights are summed in the order in which they are cheapest to decode, and stored in their own.
+    """
+    for jo in T.parallel(sizes.n // sizes.tile // sizes.together):
+        with T.sblock("column_tiles"):
+            vj = T.axis.spatial(sizes.n // sizes.tile // sizes.together, jo)
+            T.reads(
+                X[0:m, 0, 0 : sizes.groups * sizes.k],
+                w[vj * sizes.together : vj * sizes.together + sizes.together, 0 : sizes.k // 2, 0 : sizes.tile],
+            )
+            T.writes(Y[0:m, 0, vj * sizes.together * sizes.tile : (vj + 1) * sizes.together * sizes.tile])
             x = T.sblock_alloc_buffer((sizes.k // 2,), "uint32")
-            part = T.sblock_alloc_buffer((1, sizes.tile), "float32", scope="local")
-            sums = T.sblock_alloc_buffer((1, sizes.tile), sizes.total_type, scope="local")
-            pairs = T.sblock_alloc_buffer((1, PAIRS, sizes.tile), "uint32")
+            part = T.sblock_alloc_buffer((sizes.together, sizes.tile), "float32", scope="local")
+            sums = T.sblock_alloc_buffer((sizes.together, sizes.tile), sizes.total_type, scope="local")
+            pairs = T.sblock_alloc_buffer((sizes.tile,), "uint32", scope="local")
+            first: T.let = vj * sizes.together
             with T.attr(T.int32(0), IMPORT, SOURCE):
                 for b in range(m):
                     for ki in range(sizes.k // STEP):
                         x[T.ramp(ki * PAIRS, 1, PAIRS)] = _pairs_of(
-                            X, b, 0, vj * sizes.tile // (sizes.n // sizes.groups) * sizes.k + ki * STEP
+                            X, b, 0, first * sizes.tile // (sizes.n // sizes.groups) * sizes.k + ki * STEP
                         )
                     for chunk in range(sizes.chunks[0]):
-                        _zero(part, 1, sizes.tile)
+                        _zero(part, sizes.together, sizes.tile)
                         for step in range(sizes.chunks[1]):
                             ko: T.let = chunk * sizes.chunks[1] + step
-                            for line in T.unroll(sizes.lines):
-                                ahead: T.let = (line * 64 + sizes.lead) // sizes.word_bytes
-                                T.evaluate(
-                                    prefetch(
-                                        w.access_ptr(
-                                            "r", offset=(vj * (sizes.k // 2) + ko * PAIRS) * sizes.tile + ahead
-                                        )
-                                    )
-                                )
-                            if sizes.weight == "fp8":
-                                decode_step(pairs, 0, 0, w, scale, vj, ko, sizes.tile)
-                                _row_step(part, x, ko * PAIRS, pairs, 0, 0, sizes.tile)
-                            else:
-                                _row_step(part, x, ko * PAIRS, w, vj, ko * PAIRS, sizes.tile)
-                        _join(part, sums, 1, chunk == 0, sizes.tile, sizes.total_type)
-                    for j in T.vectorized(sizes.tile):
-                        Y[b, 0, vj * sizes.tile + j] = sizes.store(T.Cast("float32", sums[0, j]))
+                            for c in T.unroll(sizes.together):
+                                _fetch_ahead(w, first + c, ko, sizes)
+                                if sizes.weight == "fp8":
+                                    _scaled_row_step(part, c, x, ko * PAIRS, w, scale, first + c, ko, pairs, sizes)
+                                else:
+                                    _row_step(part, c, x, ko * PAIRS, w, first + c, sizes.tile)
+                        _join(part, sums, sizes.together, chunk == 0, sizes.tile, sizes.total_type)
+                    for c in T.unroll(sizes.together):
+                        for j in T.vectorized(sizes.tile):
+                            Y[b, 0, (first + c) * sizes.tile + sizes.column(j)] = sizes.store(
+                                T.Cast("float32", sums[c, j])
+                            )
 
 
 # ---- many rows

@@ -18,6 +18,16 @@ PAIRS = STEP // 2
 CHUNK = {"f32": 512, "f64": 128}
 
 
+TASKS = 64  # that a layer is cut into at least, where one row takes several tiles in a task
+
+
+def together_options(n: int, tile: int, groups: int) -> tuple[int, ...]:
+    """How many tiles of columns one row may take in step, the default first: the most that leaves enough tasks."""
+    fitting = [t for t in (4, 2, 1) if n // groups // tile % t == 0]
+    default = next(t for t in fitting if t == 1 or n // tile // t >= TASKS)
+    return (default, *(t for t in fitting if t != default))
+
+
 @dataclass(frozen=True)
 class PairSizes(LinearSizes):
     """Static sizes of `kernels.linear.linear`, and the knobs."""
@@ -28,6 +38,7 @@ class PairSizes(LinearSizes):
     lead: int
     task_kib: int  # bf16 weights of a task of many rows: they are to stay in the second-level cache
     panel: int  # row tiles laid out at a time: bounds the memory of the layout
+    together: int = 1  # tiles of columns that one row takes in step; they divide those of a group
 
     @property
     def lines(self) -> int:
@@ -40,6 +51,10 @@ class PairSizes(LinearSizes):
         steps = next(s for s in range(CHUNK[self.total] // STEP, 0, -1) if (self.k // STEP) % s == 0)
         return self.k // STEP // steps, steps
 
+    def column(self, i: Any) -> Any:
+        """Which column of a tile is number i in the order in which one row's are summed: the cheapest to decode."""
+        return e4m3.half_column(i // 16, i % 16) if self.weight == "fp8" and self.tile == 32 else i
+
     @property
     def columns(self) -> int:
         """Column tiles of a task of many rows."""
@@ -48,7 +63,7 @@ class PairSizes(LinearSizes):
         return next(fits, 1)
 
 
-def _pair(codes: Any, scale: Any) -> Any:
+def scaled_pair(codes: Any, scale: Any) -> Any:
     """Two e4m3 codes in a uint16 and their e8m0 scale -> two bf16 values in a uint32; exact, four significant bits."""
     s = e8m0_to_f32(scale)
     low = T.reinterpret("uint32", e4m3_code_to_f32(codes & T.uint16(0xFF)) * s)
@@ -72,4 +87,4 @@ def decode_step(pairs, at, row, w, scale, column, ko, tile):
     else:
         for i in range(PAIRS):
             for j in T.vectorized(tile):
-                pairs[at, row + i, j] = _pair(w[column, ko * PAIRS + i, j], code)
+                pairs[at, row + i, j] = scaled_pair(w[column, ko * PAIRS + i, j], code)

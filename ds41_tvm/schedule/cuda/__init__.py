@@ -17,6 +17,7 @@ from ds41_tvm.schedule.cpu import plain_kernel
 from ds41_tvm.schedule.cuda import (
     attention,
     indexer,
+    knobs,
     linear_mma,
     norm,
     quantize,
@@ -28,16 +29,17 @@ from ds41_tvm.schedule.cuda import (
 from ds41_tvm.schedule.cuda.fallback import thread_bound
 
 Params = dict[str, Any]
-# (operator, its parameters, target kind) -> its program, None if the rule is not for it.
-Rule = Callable[[str, Params, str], PrimFunc | None]
+Knobs = dict[str, int]
+# (operator, its parameters, target kind, knobs) -> its program, None if the rule is not for it.
+Rule = Callable[[str, Params, str, Knobs], PrimFunc | None]
 
 
 def _program_of(factory: Callable[..., PrimFunc], operator: str) -> Rule:
     """The rule of an operator with a program of its own, which takes the operator's parameters."""
-    return lambda op, p, kind: factory(**p) if op == operator else None
+    return lambda op, p, kind, knobs: factory(**p) if op == operator else None
 
 
-def _fallback(op: str, p: Params, kind: str) -> PrimFunc | None:
+def _fallback(op: str, p: Params, kind: str, knobs: Knobs) -> PrimFunc | None:
     return thread_bound(plain_kernel(op, p))
 
 
@@ -68,7 +70,15 @@ def schedule(kernel: Kernel, kind: str) -> tuple[str, PrimFunc]:
     """Name of the rule that took the kernel, and its program for targets of `kind`. Cached."""
     params = dict(kernel.params)
     for name, rule in RULES:
-        func = rule(kernel.op, params, kind)
+        func = rule(kernel.op, params, kind, dict(kernel.knobs))
         if func is not None:
             return name, func
     raise AssertionError("the last rule takes every kernel")
+
+
+def space(kernel: Kernel) -> knobs.Space:
+    """Knobs of a kernel's program and their values, the default first; none where there is nothing to choose."""
+    params = dict(kernel.params)
+    # The rules of these operators take all that they have knobs for; what they leave to the fallback has none.
+    name = next(name for name, rule in RULES if rule(kernel.op, params, "opencl", {}) is not None)
+    return knobs.space(name, params)

@@ -26,31 +26,31 @@ from ds41_tvm.schedule.cuda.attention_rows import (
     start_latents,
     start_window,
 )
-from ds41_tvm.schedule.cuda.attention_sizes import ROWS, THREADS, WARPS, Sizes
-from ds41_tvm.schedule.cuda.attention_tile import SCORES, add, finish, score, start_queries, weigh
+from ds41_tvm.schedule.cuda.attention_sizes import ROWS, SCORES, THREADS, WARPS, Sizes
+from ds41_tvm.schedule.cuda.attention_tile import add, finish, score, start_queries, weigh
 from ds41_tvm.schedule.cuda.mma import exchange_shape, form_of
 
 
 @T.macro
 def _start(s, raw, place, tile, window, F, R, L, vx):
     if s.k == 0:
-        start_window(s, raw, place, tile, F, R, vx)
+        start_window(s, raw, place, tile, tile % s.stages, F, R, vx)
     else:
         if tile < window:
-            start_window(s, raw, place, tile, F, R, vx)
+            start_window(s, raw, place, tile, tile % s.stages, F, R, vx)
         else:
-            start_latents(s, raw, place, tile - window, L, vx)
+            start_latents(s, raw, place, tile - window, tile % s.stages, L, vx)
 
 
 @T.macro
 def _decode(s, raw, place, tile, window, words, factors, values, vx):
     if s.k == 0:
-        decode_window(s, raw, place, tile, words, factors, values, vx)
+        decode_window(s, raw, place, tile, tile % s.stages, words, factors, values, vx)
     else:
         if tile < window:
-            decode_window(s, raw, place, tile, words, factors, values, vx)
+            decode_window(s, raw, place, tile, tile % s.stages, words, factors, values, vx)
         else:
-            decode_latents(s, raw, place, tile - window, words, factors, values, vx)
+            decode_latents(s, raw, place, tile - window, tile % s.stages, words, factors, values, vx)
 
 
 def _steps(s: Sizes, window: Any) -> Any:
@@ -67,7 +67,7 @@ def _steps(s: Sizes, window: Any) -> Any:
 def _attend(s, Q, F, R, sink, P, N, first, base, slots, L, B, C, Out, vt, part, vx):
     queries = T.sblock_alloc_buffer((s.padded * s.dim // 2,), "uint32", scope=s.shared)
     values = T.sblock_alloc_buffer((ROWS * s.dim // 2,), "uint32", scope=s.shared)
-    raw = T.sblock_alloc_buffer((ROWS * s.raw_words,), "uint32", scope=s.shared)
+    raw = T.sblock_alloc_buffer((s.stages * ROWS * s.raw_words,), "uint32", scope=s.shared)
     scores = T.sblock_alloc_buffer((s.halves, s.padded, SCORES), "float32", scope=s.shared)
     weights = T.sblock_alloc_buffer((s.weight_parts * s.padded * ROWS // 2,), "uint32", scope=s.shared)
     place = T.sblock_alloc_buffer((s.slots,), "int64", scope=s.shared)
@@ -97,15 +97,17 @@ def _attend(s, Q, F, R, sink, P, N, first, base, slots, L, B, C, Out, vt, part, 
     top[0] = T.float32(LOWEST)
     total[0] = T.float32(0)
     start_queries(s, Q, queries, vt, part, vx)
-    _start(s, raw, place, 0, count[0], F, R, L, vx)
-    memory.commit(s.mma)
+    for p in s.each(s.stages):
+        if p < count[1]:
+            _start(s, raw, place, p, count[0], F, R, L, vx)
+        memory.commit(s.mma)
     for tile in range(count[1]):
-        memory.wait(s.mma, 0)
+        memory.wait(s.mma, s.stages - 1)
         T.tvm_storage_sync("shared")
         _decode(s, raw, place, tile, count[0], words, factors, values, vx)
         T.tvm_storage_sync("shared")
-        if tile + 1 < count[1]:
-            _start(s, raw, place, tile + 1, count[0], F, R, L, vx)
+        if tile + s.stages < count[1]:
+            _start(s, raw, place, tile + s.stages, count[0], F, R, L, vx)
         memory.commit(s.mma)
         score(s, queries, values, scores, _steps(s, count[0]), low, high, words, chain, exchange, vx)
         T.tvm_storage_sync("shared")
@@ -191,10 +193,10 @@ def _with_latents(s: Sizes) -> PrimFunc:
     return main
 
 
-def _rule(op: str, p: dict[str, Any], kind: str) -> PrimFunc | None:
+def _rule(op: str, p: dict[str, Any], kind: str, knobs: dict[str, int]) -> PrimFunc | None:
     if op != "sparse_attention" or p["dim"] % 32:
         return None
-    sizes = Sizes(**{name: v for name, v in p.items() if name != "form"}, mma=form_of(kind))
+    sizes = Sizes(**{name: v for name, v in p.items() if name != "form"}, mma=form_of(kind), **knobs)
     # Small blocks leave threads without a share of the work, and TVM's pass for barriers refuses what they skip.
     if kind == "cuda" and (sizes.dim < 128 or (sizes.padded < 32 and sizes.dim < 512)):
         return None

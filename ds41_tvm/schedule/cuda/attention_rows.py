@@ -80,33 +80,45 @@ def _pieces(row_bytes: int) -> int:
 
 
 @T.macro
-def start_window(s, raw, place, tile, F, R, vx):
-    """Start to copy the packed rows of a tile of the window."""
+def start_window(s, raw, place, tile, stage, F, R, vx):
+    """Start to copy the packed rows of a tile of the window into the rows of a stage of `raw`."""
     for i in range(-(-ROWS * _pieces(s.window_bytes) // THREADS)):
         task: T.let = i * THREADS + vx
         if task < ROWS * _pieces(s.window_bytes):
             at: T.let = place[tile * ROWS + task // _pieces(s.window_bytes)]
             if at >= T.int64(0):
                 _copy_row(
-                    s, raw, task // _pieces(s.window_bytes), F, at, s.window_bytes, task % _pieces(s.window_bytes)
+                    s,
+                    raw,
+                    stage * ROWS + task // _pieces(s.window_bytes),
+                    F,
+                    at,
+                    s.window_bytes,
+                    task % _pieces(s.window_bytes),
                 )
             if at < T.int64(0) and at > T.int64(INVALID):
                 _copy_row(
-                    s, raw, task // _pieces(s.window_bytes), R, T.int64(-1) - at, s.window_bytes,
+                    s, raw, stage * ROWS + task // _pieces(s.window_bytes), R, T.int64(-1) - at, s.window_bytes,
                     task % _pieces(s.window_bytes),
                 )  # fmt: skip
 
 
 @T.macro
-def start_latents(s, raw, place, tile, L, vx):
-    """Start to copy the packed rows of a tile of latents."""
+def start_latents(s, raw, place, tile, stage, L, vx):
+    """Start to copy the packed rows of a tile of latents into the rows of a stage of `raw`."""
     for i in range(-(-ROWS * _pieces(s.latent_bytes) // THREADS)):
         task: T.let = i * THREADS + vx
         if task < ROWS * _pieces(s.latent_bytes):
             at: T.let = place[s.window_slots + tile * ROWS + task // _pieces(s.latent_bytes)]
             if at >= T.int64(0):
                 _copy_row(
-                    s, raw, task // _pieces(s.latent_bytes), L, at, s.latent_bytes, task % _pieces(s.latent_bytes)
+                    s,
+                    raw,
+                    stage * ROWS + task // _pieces(s.latent_bytes),
+                    L,
+                    at,
+                    s.latent_bytes,
+                    task % _pieces(s.latent_bytes),
                 )
 
 
@@ -121,20 +133,21 @@ def _or_zero(place: Any, value: Any) -> Any:
 
 
 @T.macro
-def decode_window(s, raw, place, tile, words, factors, values, vx):
-    """values = the tile's rows as bf16 pairs, a lane eight channels at a time."""
+def decode_window(s, raw, place, tile, stage, words, factors, values, vx):
+    """values = the rows of a tile, which lie in a stage of `raw`, as bf16 pairs, a lane eight channels at a time."""
     for i in range(-(-ROWS * s.dim // 8 // THREADS)):
         task: T.let = i * THREADS + vx
         if task < ROWS * s.dim // 8:
             row: T.let = task // (s.dim // 8)
             piece: T.let = task % (s.dim // 8)
-            factors[0] = memory.e8m0_factors(_byte(raw, row * s.raw_words, s.dim + piece // 4))[0]
-            factors[1] = memory.e8m0_factors(_byte(raw, row * s.raw_words, s.dim + piece // 4))[1]
+            at: T.let = (stage * ROWS + row) * s.raw_words
+            factors[0] = memory.e8m0_factors(_byte(raw, at, s.dim + piece // 4))[0]
+            factors[1] = memory.e8m0_factors(_byte(raw, at, s.dim + piece // 4))[1]
             for v in s.each(4):
                 words[v] = _or_zero(
                     place[tile * ROWS + row],
                     memory.scale_pair(
-                        s.mma, memory.e4m3_pair(s.mma, raw[row * s.raw_words + piece * 2 + v // 2], v % 2), factors[0],
+                        s.mma, memory.e4m3_pair(s.mma, raw[at + piece * 2 + v // 2], v % 2), factors[0],
                         factors[1],
                     ),
                 )  # fmt: skip
@@ -142,15 +155,16 @@ def decode_window(s, raw, place, tile, words, factors, values, vx):
 
 
 @T.macro
-def decode_latents(s, raw, place, tile, words, factors, values, vx):
+def decode_latents(s, raw, place, tile, stage, words, factors, values, vx):
     """As `decode_window`; eight bytes hold eight channels and those 16 further on."""
     for i in range(-(-ROWS * s.dim // 16 // THREADS)):
         task: T.let = i * THREADS + vx
         if task < ROWS * s.dim // 16:
             row: T.let = task // (s.dim // 16)
             eight: T.let = task % (s.dim // 16)
+            at: T.let = (stage * ROWS + row) * s.raw_words
             for h in s.each(2):
-                factors[0] = memory.e4m3_scale_pair(_byte(raw, row * s.raw_words, s.dim // 2 + eight // 2 * 2 + h))
+                factors[0] = memory.e4m3_scale_pair(_byte(raw, at, s.dim // 2 + eight // 2 * 2 + h))
                 for v in s.each(4):
                     words[v] = _or_zero(
                         place[s.window_slots + tile * ROWS + row],
@@ -159,7 +173,7 @@ def decode_latents(s, raw, place, tile, words, factors, values, vx):
                             memory.e2m1_pair(
                                 s.mma,
                                 T.shift_right(
-                                    raw[row * s.raw_words + eight * 2 + v // 2], T.Cast("uint32", h) * T.uint32(4)
+                                    raw[at + eight * 2 + v // 2], T.Cast("uint32", h) * T.uint32(4)
                                 ),
                                 v % 2,
                             ),

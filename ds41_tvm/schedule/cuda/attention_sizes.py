@@ -11,6 +11,10 @@ ROWS = 32  # rows of a tile: gathered, decoded and multiplied together
 THREADS = 256
 WARPS = THREADS // 32
 MOST_HEADS = 64  # of a block: their sums fill half of its registers
+MOST_STAGES = 4
+# Shared memory that a block may take, of GPUs that run all heads in one block and of all: a KiB less than they have.
+ROOM, SMALL_ROOM = 162 << 10, 98 << 10
+SCORES = ROWS + 4  # floats between the scores of two heads: their lanes meet different banks
 INVALID = -(1 << 62)  # place of a slot without a row
 # bf16 values whose sum stands for a weight. One, as in the official GPU kernel, has an error of up to 2^-8 of the
 # weight, two have 2^-16, three none: eight bits each. The recorded outputs, made with f32 weights, ask for three:
@@ -31,6 +35,11 @@ class Sizes:
     split: int
     mma: str
     weight_parts: int = WEIGHT_PARTS
+    stages: int = 0  # tiles of packed rows that are in shared memory or on their way there; 0 for `roomy_stages`
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            object.__setattr__(self, "stages", self.roomy_stages)
 
     @property
     def parts(self) -> int:
@@ -110,7 +119,21 @@ class Sizes:
         tiles = -(-self.dim // 8 // WARPS)
         return tiles if tiles == 1 else tiles + tiles % 2
 
-    # ---- shared memory in words, 16-byte pieces of a row swapped about
+    # ---- shared memory
+
+    def shared_bytes(self, stages: int) -> int:
+        """Bytes of a block with so many stages; a few words beside the large buffers are left out."""
+        halves, weights = self.halves * self.padded * SCORES, self.weight_parts * self.padded * ROWS // 2
+        rows = (self.padded + ROWS) * self.dim // 2 + stages * ROWS * self.raw_words
+        return 4 * (rows + halves + weights) + 8 * self.slots
+
+    @property
+    def roomy_stages(self) -> int:
+        """As many stages, up to `MOST_STAGES`, as every GPU has room for that runs blocks of so many heads."""
+        room = ROOM if self.split == 1 else SMALL_ROOM
+        return max((n for n in range(1, MOST_STAGES + 1) if self.shared_bytes(n) <= room), default=1)
+
+    # ---- its layout in words, 16-byte pieces of a row swapped about
 
     def piece(self, row: Any, piece: Any) -> Any:
         """Where piece `piece` (8 channels) of a row of values lies.

@@ -17,7 +17,6 @@ from ds41_tvm.schedule.cuda import memory
 from ds41_tvm.schedule.cuda.attention_sizes import INVALID, ROWS, THREADS
 from ds41_tvm.schedule.cuda.mma import from_lane, load_matrices, multiply
 
-SCORES = ROWS + 4  # floats between the scores of two heads: their lanes meet different banks
 NAN_BITS = 0x7FC00000
 
 

@@ -173,10 +173,10 @@ def _candidates(s: Sizes) -> PrimFunc:
     return main
 
 
-def _rule(op: str, p: dict[str, Any], kind: str) -> PrimFunc | None:
+def _rule(op: str, p: dict[str, Any], kind: str, knobs: dict[str, int]) -> PrimFunc | None:
     if op != "index_scores" or p["dim"] % 32:
         return None
-    return index_scores_mma(Sizes(**p, mma=form_of(kind)))
+    return index_scores_mma(Sizes(**p, **knobs, mma=form_of(kind)))
 
 
 RULES = (("index-scores-mma", _rule),)

@@ -31,6 +31,11 @@ class Sizes:
     candidate_block: int
     spread: int
     mma: str
+    queries: int = 0  # of a block, 0 for `most_queries`
+
+    def __post_init__(self) -> None:
+        if not self.queries:
+            object.__setattr__(self, "queries", self.most_queries)
 
     @property
     def scales(self) -> int:
@@ -50,8 +55,8 @@ class Sizes:
         return self.head_tiles * 8
 
     @property
-    def queries(self) -> int:
-        """Queries of a block; candidates are their own for each query."""
+    def most_queries(self) -> int:
+        """Queries that a block has room for, up to 8; candidates are their own for each query."""
         return 1 if self.candidate_block else max(1, min(8, QUERY_BYTES // (self.padded * self.dim)))
 
     @property

@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 
 from ds41_tvm.numerics.tir import f32_to_bf16
 from ds41_tvm.schedule.cuda import memory
-from ds41_tvm.schedule.cuda.linear_sizes import PAIRS, STAGES, THREADS, Sizes
+from ds41_tvm.schedule.cuda.linear_sizes import PAIRS, THREADS, Sizes
 from ds41_tvm.schedule.cuda.mma import exchange_shape, multiply
 
 
@@ -28,15 +28,16 @@ def _piece(s: Sizes, pair: Any, piece: Any) -> Any:
 @T.macro
 def _start_rows(s, X, xs, stage, step, first_row, base, vx, m):
     """Copy x of one step; rows past the last one repeat it."""
-    for i in s.each(s.block_rows * 4 // THREADS):
-        memory.copy(
-            s.mma, xs, (stage, (i * THREADS + vx) // 4, vx % 4 * 4), 16, X,
-            (
-                T.min(first_row + (i * THREADS + vx) // 4, m * 16 - 1) // 16,
-                T.min(first_row + (i * THREADS + vx) // 4, m * 16 - 1) % 16,
-            ),
-            base + step * 32 + vx % 4 * 8,
-        )  # fmt: skip
+    for i in s.each(-(-s.block_rows * 4 // THREADS)):
+        if i * THREADS + vx < s.block_rows * 4:
+            memory.copy(
+                s.mma, xs, (stage, (i * THREADS + vx) // 4, vx % 4 * 4), 16, X,
+                (
+                    T.min(first_row + (i * THREADS + vx) // 4, m * 16 - 1) // 16,
+                    T.min(first_row + (i * THREADS + vx) // 4, m * 16 - 1) % 16,
+                ),
+                base + step * 32 + vx % 4 * 8,
+            )  # fmt: skip
 
 
 @T.macro
@@ -143,7 +144,7 @@ def _store(s, Y, tot, words, first_row, column, vx, m):
 @T.macro
 def many_rows(s, X, W, scale, Y, vj, vb, vx, m):
     """The columns of block vj of the rows of block vb."""
-    xs = T.sblock_alloc_buffer((STAGES, s.block_rows, PAIRS), "uint32", scope=s.shared)
+    xs = T.sblock_alloc_buffer((s.stages, s.block_rows, PAIRS), "uint32", scope=s.shared)
     ws = T.sblock_alloc_buffer((s.weight_stages, s.warp_columns, PAIRS, s.tile), "uint32", scope=s.shared)
     exchange = T.sblock_alloc_buffer(exchange_shape(s.mma, THREADS // 32), "uint32", scope="shared")
     codes = T.sblock_alloc_buffer((4,), "uint32", scope="local")
@@ -156,7 +157,7 @@ def many_rows(s, X, W, scale, Y, vj, vb, vx, m):
     first_row: T.let = vb * s.block_rows
     tile: T.let = vj * s.warp_columns
     base: T.let = tile * s.tile // s.per_group * s.k
-    for p in s.each(STAGES - 1):
+    for p in s.each(s.stages - 1):
         if p < s.k // 32:
             _start_rows(s, X, xs, p, p, first_row, base, vx, m)
             if s.weight == "bf16":
@@ -171,18 +172,18 @@ def many_rows(s, X, W, scale, Y, vj, vb, vx, m):
             acc[i] = T.float32(0)
         for st in range(s.steps):
             step: T.let = c * s.steps + st
-            memory.wait(s.mma, STAGES - 2)
+            memory.wait(s.mma, s.stages - 2)
             if s.weight == "fp8":
                 _decode(s, codes, factors, words, ws, step % 2, vx)
                 if step + 1 < s.k // 32:
                     _load_codes(s, W, scale, codes, factors, step + 1, tile, vx)
             T.tvm_storage_sync("shared")
-            if step + STAGES - 1 < s.k // 32:
-                _start_rows(s, X, xs, (step + STAGES - 1) % STAGES, step + STAGES - 1, first_row, base, vx, m)
+            if step + s.stages - 1 < s.k // 32:
+                _start_rows(s, X, xs, (step + s.stages - 1) % s.stages, step + s.stages - 1, first_row, base, vx, m)
                 if s.weight == "bf16":
-                    _start_weights(s, W, ws, (step + STAGES - 1) % STAGES, step + STAGES - 1, tile, vx)
+                    _start_weights(s, W, ws, (step + s.stages - 1) % s.stages, step + s.stages - 1, tile, vx)
             memory.commit(s.mma)
-            _products(s, xs, ws, step % STAGES, step % s.weight_stages, low, high, words, acc, exchange, vx)
+            _products(s, xs, ws, step % s.stages, step % s.weight_stages, low, high, words, acc, exchange, vx)
         for i in s.each(s.row_tiles * s.lane_columns * 4):
             tot[i] = tot[i] + T.Cast(s.total_type, acc[i])
     _store(s, Y, tot, words, first_row, tile * s.tile, vx, m)

@@ -83,11 +83,11 @@ def _scaled(s: Sizes) -> PrimFunc:
     return main
 
 
-def _rule(op: str, p: dict[str, Any], kind: str) -> PrimFunc | None:
+def _rule(op: str, p: dict[str, Any], kind: str, knobs: dict[str, int]) -> PrimFunc | None:
     if op != "linear" or not takes(p["k"], p["weight"], p["tile"], p["rows"]):
         return None
     names = ("n", "k", "groups", "weight", "out", "total", "tile", "rows")
-    return linear_mma(Sizes(**{name: p[name] for name in names}, mma=form_of(kind)))
+    return linear_mma(Sizes(**{name: p[name] for name in names}, mma=form_of(kind), knobs=tuple(knobs.items())))
 
 
 RULES = (("linear-mma", _rule),)

@@ -16,7 +16,7 @@ CHUNK = {"f32": 256, "f64": 128}
 MULTIPROCESSORS = 132  # of an H200; others have similar counts
 MOST_WARPS = 10  # that share the chunks of a block of one row
 THREADS = 256  # of a block of many rows
-STAGES = 4  # steps of many rows that are in shared memory or on their way there
+STAGES = 4  # of many rows, see `Sizes.stages`
 
 
 def _largest_divisor(n: int, most: int) -> int:
@@ -25,10 +25,18 @@ def _largest_divisor(n: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class Sizes(LinearSizes):
-    """Parameters of `kernels.linear.linear`, the form of products (see `mma`), and what follows from them."""
+    """Parameters of `kernels.linear.linear`, the form of products (see `mma`), and what follows from them.
+
+    `knobs`: what is chosen otherwise than here, see `schedule.cuda.knobs`.
+    """
 
     rows: int
     mma: str
+    knobs: tuple[tuple[str, int], ...] = ()
+
+    def _or(self, name: str, default: int) -> int:
+        """What the knob says, or else the default."""
+        return dict(self.knobs).get(name, default)
 
     @property
     def per_group(self) -> int:
@@ -51,9 +59,15 @@ class Sizes(LinearSizes):
 
         Not below a memory sector of 32 bytes.
         """
+        options = self.columns_options
+        filling = next((c for c in options if self.n // c >= 2 * MULTIPROCESSORS), options[-1])
+        return self._or("columns", filling)
+
+    @property
+    def columns_options(self) -> tuple[int, ...]:
+        """Parts of a tile that `columns` may be, the widest first."""
         least = 8 if self.weight == "bf16" else 16
-        options = [c for c in (self.tile, self.tile // 2, self.tile // 4) if c >= least]
-        return next((c for c in options if self.n // c >= 2 * MULTIPROCESSORS), options[-1])
+        return tuple(c for c in (self.tile, self.tile // 2, self.tile // 4) if c >= least)
 
     @property
     def wide(self) -> int:
@@ -67,7 +81,7 @@ class Sizes(LinearSizes):
 
     @property
     def warps(self) -> int:
-        return _largest_divisor(self.chunks, MOST_WARPS)
+        return self._or("warps", _largest_divisor(self.chunks, MOST_WARPS))
 
     @property
     def threads(self) -> int:
@@ -80,16 +94,20 @@ class Sizes(LinearSizes):
     @property
     def ahead(self) -> int:
         """Steps whose weights are loaded together: 32 registers of them."""
-        return _largest_divisor(self.steps, max(1, 32 // (4 * self.words)))
+        return self._or("ahead", _largest_divisor(self.steps, max(1, 32 // (4 * self.words))))
 
     # ---- many rows
 
     @property
     def warp_columns(self) -> int:
         """Warps next to each other, one packed tile each: 4 if that leaves enough blocks for a short prompt."""
-        return next(
-            w for w in (4, 2, 1) if w == 1 or (self.per_group // self.tile % w == 0 and self.n // (self.tile * w) >= 16)
-        )
+        enough = next(w for w in self.warp_columns_options if w == 1 or self.n // (self.tile * w) >= 16)
+        return self._or("warp_columns", enough)
+
+    @property
+    def warp_columns_options(self) -> tuple[int, ...]:
+        """What `warp_columns` may be: tiles of one group of columns, the most first."""
+        return tuple(w for w in (4, 2, 1) if self.per_group // self.tile % w == 0)
 
     @property
     def warp_rows(self) -> int:
@@ -98,7 +116,13 @@ class Sizes(LinearSizes):
     @property
     def row_tiles(self) -> int:
         """Tiles of 16 rows of a warp. Its sums, in f32 and in the type of the total, fit its registers."""
-        return {(4, "f32"): 4, (1, "f32"): 1, (1, "f64"): 1}.get((self.warp_columns, self.total), 2)
+        fitting = {(4, "f32"): 4, (1, "f32"): 1, (1, "f64"): 1}.get((self.warp_columns, self.total), 2)
+        return self._or("row_tiles", fitting)
+
+    @property
+    def stages(self) -> int:
+        """Steps that are in shared memory or on their way there."""
+        return self._or("stages", STAGES)
 
     @property
     def block_rows(self) -> int:
@@ -117,7 +141,7 @@ class Sizes(LinearSizes):
     @property
     def weight_stages(self) -> int:
         """fp8 weights wait in registers, and need a place only while they are used or decoded."""
-        return STAGES if self.weight == "bf16" else 2
+        return self.stages if self.weight == "bf16" else 2
 
     @property
     def shared(self) -> str:
