@@ -17,7 +17,8 @@ Launch = Callable[[str, tuple[Any, ...], tuple[str, ...], tuple[int, ...]], None
 
 _BINARY = {
     "Add": "+", "Sub": "-", "Mul": "*", "FloorDiv": "//", "FloorMod": "%", "EQ": "==", "NE": "!=", "LT": "<",
-    "LE": "<=", "GT": ">", "GE": ">=", "And": "and", "Or": "or",
+    "LE": "<=", "GT": ">", "GE": ">=", "And": "and", "Or": "or", "RShift": ">>",
+    "BitwiseAnd": "&", "BitwiseOr": "|",
 }  # fmt: skip
 _CALLS = {
     "shift_right": ">>", "shift_left": "<<", "bitwise_and": "&", "bitwise_or": "|",
@@ -139,6 +140,9 @@ class _Writer:
             return str(int(node.value))
         if kind in _BINARY:
             return f"({self.value(node.a)} {_BINARY[kind]} {self.value(node.b)})"
+        if kind == "LShift":  # bits that leave the type are lost
+            shifted = f"({self.value(node.a)} << {self.value(node.b)})"
+            return f"int(np.array({shifted}).astype({str(node.ty.dtype)!r}))"
         if kind in ("Min", "Max"):
             return f"{kind.lower()}({self.value(node.a)}, {self.value(node.b)})"
         if kind == "Not":

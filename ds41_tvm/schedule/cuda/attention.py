@@ -11,6 +11,7 @@ batch nor on `split`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tvm.script import tirx as T
@@ -18,39 +19,11 @@ from tvm.tirx import PrimFunc
 
 from ds41_tvm.kernels.attention import LOWEST
 from ds41_tvm.schedule.cuda import memory
-from ds41_tvm.schedule.cuda.attention_rows import (
-    decode_latents,
-    decode_window,
-    place_latents,
-    place_window,
-    start_latents,
-    start_window,
-)
+from ds41_tvm.schedule.cuda.attention_rows import decode, first_slot, place_all, start
 from ds41_tvm.schedule.cuda.attention_sizes import ROWS, SCORES, THREADS, WARPS, Sizes
-from ds41_tvm.schedule.cuda.attention_tile import add, finish, score, start_queries, weigh
+from ds41_tvm.schedule.cuda.attention_split import launch
+from ds41_tvm.schedule.cuda.attention_tile import add, finish, gather, score, start_queries, weigh
 from ds41_tvm.schedule.cuda.mma import exchange_shape, form_of
-
-
-@T.macro
-def _start(s, raw, place, tile, window, F, R, L, vx):
-    if s.k == 0:
-        start_window(s, raw, place, tile, tile % s.stages, F, R, vx)
-    else:
-        if tile < window:
-            start_window(s, raw, place, tile, tile % s.stages, F, R, vx)
-        else:
-            start_latents(s, raw, place, tile - window, tile % s.stages, L, vx)
-
-
-@T.macro
-def _decode(s, raw, place, tile, window, words, factors, values, vx):
-    if s.k == 0:
-        decode_window(s, raw, place, tile, tile % s.stages, words, factors, values, vx)
-    else:
-        if tile < window:
-            decode_window(s, raw, place, tile, tile % s.stages, words, factors, values, vx)
-        else:
-            decode_latents(s, raw, place, tile - window, tile % s.stages, words, factors, values, vx)
 
 
 def _steps(s: Sizes, window: Any) -> Any:
@@ -85,13 +58,7 @@ def _attend(s, Q, F, R, sink, P, N, first, base, slots, L, B, C, Out, vt, part, 
     fragment = T.sblock_alloc_buffer((s.weight_parts * s.head_tiles * 4,), "uint32", scope="local")
     chain = T.sblock_alloc_buffer((s.row_tiles * 4,), "float32", scope="local")
     acc = T.sblock_alloc_buffer((s.head_tiles * s.channel_tiles * 4,), "float32", scope="local")
-    place_window(s, place, tiles, P, N, first, base, slots, vt, vx)
-    T.tvm_storage_sync("shared")
-    if s.k > 0:
-        place_latents(s, place, tiles, N, B, C, vt, vx)
-        T.tvm_storage_sync("shared")
-    count[0] = tiles[0]
-    count[1] = tiles[0] + tiles[1]
+    place_all(s, place, tiles, count, P, N, first, base, slots, B, C, vt, vx)
     for i in s.each(s.head_tiles * s.channel_tiles * 4):
         acc[i] = T.float32(0)
     top[0] = T.float32(LOWEST)
@@ -99,24 +66,41 @@ def _attend(s, Q, F, R, sink, P, N, first, base, slots, L, B, C, Out, vt, part, 
     start_queries(s, Q, queries, vt, part, vx)
     for p in s.each(s.stages):
         if p < count[1]:
-            _start(s, raw, place, p, count[0], F, R, L, vx)
+            start(s, raw, place, p, count[0], F, R, L, vx)
         memory.commit(s.mma)
     for tile in range(count[1]):
         memory.wait(s.mma, s.stages - 1)
         T.tvm_storage_sync("shared")
-        _decode(s, raw, place, tile, count[0], words, factors, values, vx)
+        decode(s, raw, place, tile, count[0], words, factors, values, 0, vx)
         T.tvm_storage_sync("shared")
         if tile + s.stages < count[1]:
-            _start(s, raw, place, tile + s.stages, count[0], F, R, L, vx)
+            start(s, raw, place, tile + s.stages, count[0], F, R, L, vx)
         memory.commit(s.mma)
         score(s, queries, values, scores, _steps(s, count[0]), low, high, words, chain, exchange, vx)
         T.tvm_storage_sync("shared")
-        slot: T.let = T.Select(tile < count[0], tile * ROWS, s.window_slots + (tile - count[0]) * ROWS)
-        weigh(s, scores, place, slot, weights, factor, top, total, part_of, words, exchange, vx)
+        gather(s, scores, part_of, vx)
+        weigh(s, place, first_slot(s, tile, count[0]), weights, factor, top, total, part_of, words, exchange, vx)
         T.tvm_storage_sync("shared")
         add(s, values, weights, factor, fragment, words, acc, exchange, vx)
     T.tvm_storage_sync("shared")
-    finish(s, Out, sink, factor, top, total, acc, words, vt, part, vx)
+    finish(s, Out, sink, factor, top, total, acc, words, vt, part, 0, vx)
+
+
+@T.macro
+def _launch(s, Q, F, R, sink, P, N, first, base, slots, L, B, C, Out, n):
+    for bx in T.thread_binding(n, "blockIdx.x"):
+        for by in T.thread_binding(s.parts, "blockIdx.y"):
+            for tx in T.thread_binding(THREADS, "threadIdx.x"):
+                with T.sblock("attend"):
+                    vt, vp, vx = T.axis.remap("SSS", [bx, by, tx])
+                    T.reads(Q[vt, 0 : s.heads, 0 : s.dim], sink[0 : s.heads], P[vt], N[vt])
+                    T.writes(Out[vt, 0 : s.heads, 0 : s.dim])
+                    _attend(s, Q, F, R, sink, P, N, first, base, slots, L, B, C, Out, vt, vp, vx)
+
+
+def _two(s: Sizes) -> tuple[Sizes, Sizes]:
+    """Sizes of the two launches of `attention_split`."""
+    return replace(s, stages=1), replace(s, slices=s.most_slices)
 
 
 def sparse_attention_mma(s: Sizes) -> PrimFunc:
@@ -126,6 +110,7 @@ def sparse_attention_mma(s: Sizes) -> PrimFunc:
 
 def _window(s: Sizes) -> PrimFunc:
     heads, dim, row_bytes = s.heads, s.dim, s.window_bytes
+    scores, sums = _two(s)
 
     @T.prim_func(s_tir=True)
     def main(
@@ -143,21 +128,18 @@ def _window(s: Sizes) -> PrimFunc:
         base = T.match_buffer(row, (seqs,), "int32")
         slots = T.match_buffer(slot, (seqs,), "int32")
         Out = T.match_buffer(o, (n, heads, dim), "uint16")
-        for bx in T.thread_binding(n, "blockIdx.x"):
-            for by in T.thread_binding(s.parts, "blockIdx.y"):
-                for tx in T.thread_binding(THREADS, "threadIdx.x"):
-                    with T.sblock("attend"):
-                        vt, vp, vx = T.axis.remap("SSS", [bx, by, tx])
-                        T.reads(Q[vt, 0:heads, 0:dim], F[0:n, 0:row_bytes], R[0:p, 0:row_bytes], sink[0:heads], P[vt],
-                                N[vt], first[0:seqs], base[0:seqs], slots[0:seqs])  # fmt: skip
-                        T.writes(Out[vt, 0:heads, 0:dim])
-                        _attend(s, Q, F, R, sink, P, N, first, base, slots, None, None, None, Out, vt, vp, vx)
+        if s.split_rows:
+            scratch = T.sblock_alloc_buffer((n, s.parts, s.most_tiles, s.padded, ROWS), "float32")
+            launch(s, scores, sums, Q, F, R, sink, P, N, first, base, slots, None, None, None, scratch, Out, n)
+        else:
+            _launch(s, Q, F, R, sink, P, N, first, base, slots, None, None, None, Out, n)
 
     return main
 
 
 def _with_latents(s: Sizes) -> PrimFunc:
     heads, dim, row_bytes, latent_bytes, k = s.heads, s.dim, s.window_bytes, s.latent_bytes, s.k
+    scores, sums = _two(s)
 
     @T.prim_func(s_tir=True)
     def main(
@@ -179,16 +161,11 @@ def _with_latents(s: Sizes) -> PrimFunc:
         B = T.match_buffer(table, (seqs, blocks), "int32")
         C = T.match_buffer(selected, (n, k), "int32")
         Out = T.match_buffer(o, (n, heads, dim), "uint16")
-        for bx in T.thread_binding(n, "blockIdx.x"):
-            for by in T.thread_binding(s.parts, "blockIdx.y"):
-                for tx in T.thread_binding(THREADS, "threadIdx.x"):
-                    with T.sblock("attend"):
-                        vt, vp, vx = T.axis.remap("SSS", [bx, by, tx])
-                        T.reads(Q[vt, 0:heads, 0:dim], F[0:n, 0:row_bytes], R[0:p, 0:row_bytes], sink[0:heads], P[vt],
-                                N[vt], first[0:seqs], base[0:seqs], slots[0:seqs], L[0:stored, 0:latent_bytes],
-                                B[0:seqs, 0:blocks], C[vt, 0:k])  # fmt: skip
-                        T.writes(Out[vt, 0:heads, 0:dim])
-                        _attend(s, Q, F, R, sink, P, N, first, base, slots, L, B, C, Out, vt, vp, vx)
+        if s.split_rows:
+            scratch = T.sblock_alloc_buffer((n, s.parts, s.most_tiles, s.padded, ROWS), "float32")
+            launch(s, scores, sums, Q, F, R, sink, P, N, first, base, slots, L, B, C, scratch, Out, n)
+        else:
+            _launch(s, Q, F, R, sink, P, N, first, base, slots, L, B, C, Out, n)
 
     return main
 

@@ -133,13 +133,15 @@ def _or_zero(place: Any, value: Any) -> Any:
 
 
 @T.macro
-def decode_window(s, raw, place, tile, stage, words, factors, values, vx):
-    """values = the rows of a tile, which lie in a stage of `raw`, as bf16 pairs, a lane eight channels at a time."""
-    for i in range(-(-ROWS * s.dim // 8 // THREADS)):
+def decode_window(s, raw, place, tile, stage, words, factors, values, part, vx):
+    """values = channels of slice `part` of a tile's rows, which lie in a stage of `raw`, as bf16 pairs; a lane takes
+    eight channels at a time.
+    """
+    for i in range(-(-ROWS * s.channels // 8 // THREADS)):
         task: T.let = i * THREADS + vx
-        if task < ROWS * s.dim // 8:
-            row: T.let = task // (s.dim // 8)
-            piece: T.let = task % (s.dim // 8)
+        if task < ROWS * s.channels // 8:
+            row: T.let = task // (s.channels // 8)
+            piece: T.let = part * (s.channels // 8) + task % (s.channels // 8)
             at: T.let = (stage * ROWS + row) * s.raw_words
             factors[0] = memory.e8m0_factors(_byte(raw, at, s.dim + piece // 4))[0]
             factors[1] = memory.e8m0_factors(_byte(raw, at, s.dim + piece // 4))[1]
@@ -147,21 +149,21 @@ def decode_window(s, raw, place, tile, stage, words, factors, values, vx):
                 words[v] = _or_zero(
                     place[tile * ROWS + row],
                     memory.scale_pair(
-                        s.mma, memory.e4m3_pair(s.mma, raw[at + piece * 2 + v // 2], v % 2), factors[0],
-                        factors[1],
+                        s.mma, memory.e4m3_pair(s.mma, raw[at + piece * 2 + v // 2], v % 2), factors[0], factors[1]
                     ),
-                )  # fmt: skip
-            memory.store_words(s.mma, words, 0, 4, values, (), s.piece(row, piece))
+                )
+            memory.store_words(s.mma, words, 0, 4, values, (), s.piece(row, task % (s.channels // 8)))
 
 
 @T.macro
-def decode_latents(s, raw, place, tile, stage, words, factors, values, vx):
+def decode_latents(s, raw, place, tile, stage, words, factors, values, part, vx):
     """As `decode_window`; eight bytes hold eight channels and those 16 further on."""
-    for i in range(-(-ROWS * s.dim // 16 // THREADS)):
+    for i in range(-(-ROWS * s.channels // 16 // THREADS)):
         task: T.let = i * THREADS + vx
-        if task < ROWS * s.dim // 16:
-            row: T.let = task // (s.dim // 16)
-            eight: T.let = task % (s.dim // 16)
+        if task < ROWS * s.channels // 16:
+            row: T.let = task // (s.channels // 16)
+            own: T.let = task % (s.channels // 16)
+            eight: T.let = part * (s.channels // 16) + own
             at: T.let = (stage * ROWS + row) * s.raw_words
             for h in s.each(2):
                 factors[0] = memory.e4m3_scale_pair(_byte(raw, at, s.dim // 2 + eight // 2 * 2 + h))
@@ -171,13 +173,54 @@ def decode_latents(s, raw, place, tile, stage, words, factors, values, vx):
                         memory.scale_pair(
                             s.mma,
                             memory.e2m1_pair(
-                                s.mma,
-                                T.shift_right(
-                                    raw[at + eight * 2 + v // 2], T.Cast("uint32", h) * T.uint32(4)
-                                ),
+                                s.mma, T.shift_right(raw[at + eight * 2 + v // 2], T.Cast("uint32", h) * T.uint32(4)),
                                 v % 2,
                             ),
                             T.uint32(memory.E2M1_FACTOR), factors[0],
                         ),
                     )  # fmt: skip
-                memory.store_words(s.mma, words, 0, 4, values, (), s.piece(row, eight // 2 * 4 + eight % 2 + h * 2))
+                memory.store_words(s.mma, words, 0, 4, values, (), s.piece(row, own // 2 * 4 + own % 2 + h * 2))
+
+
+# ---- a tile of either kind: `window` is the number of tiles of the window, which come first
+
+
+@T.macro
+def start(s, raw, place, tile, window, F, R, L, vx):
+    """Start to copy the packed rows of a tile into its stage."""
+    if s.k == 0:
+        start_window(s, raw, place, tile, tile % s.stages, F, R, vx)
+    else:
+        if tile < window:
+            start_window(s, raw, place, tile, tile % s.stages, F, R, vx)
+        else:
+            start_latents(s, raw, place, tile - window, tile % s.stages, L, vx)
+
+
+@T.macro
+def decode(s, raw, place, tile, window, words, factors, values, part, vx):
+    """values = channels of slice `part` of the tile's rows."""
+    if s.k == 0:
+        decode_window(s, raw, place, tile, tile % s.stages, words, factors, values, part, vx)
+    else:
+        if tile < window:
+            decode_window(s, raw, place, tile, tile % s.stages, words, factors, values, part, vx)
+        else:
+            decode_latents(s, raw, place, tile - window, tile % s.stages, words, factors, values, part, vx)
+
+
+@T.macro
+def place_all(s, place, tiles, count, P, N, first, base, slots, B, C, vt, vx):
+    """Places of all rows; count = tiles of the window, tiles."""
+    place_window(s, place, tiles, P, N, first, base, slots, vt, vx)
+    T.tvm_storage_sync("shared")
+    if s.k > 0:
+        place_latents(s, place, tiles, N, B, C, vt, vx)
+        T.tvm_storage_sync("shared")
+    count[0] = tiles[0]
+    count[1] = tiles[0] + tiles[1]
+
+
+def first_slot(s: Any, tile: Any, window: Any) -> Any:
+    """Where the places of a tile begin."""
+    return T.Select(tile < window, tile * ROWS, s.window_slots + (tile - window) * ROWS)

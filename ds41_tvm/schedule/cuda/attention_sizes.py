@@ -36,6 +36,7 @@ class Sizes:
     mma: str
     weight_parts: int = WEIGHT_PARTS
     stages: int = 0  # tiles of packed rows that are in shared memory or on their way there; 0 for `roomy_stages`
+    slices: int = 1  # blocks that share the channels of an output, see `attention_split`
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -61,6 +62,26 @@ class Sizes:
     @property
     def padded(self) -> int:
         return self.head_tiles * 16
+
+    @property
+    def split_rows(self) -> bool:
+        """Whether the rows of a query are shared out too: where there are few queries, see `attention_split`."""
+        return self.split > 2
+
+    @property
+    def most_slices(self) -> int:
+        """Blocks that the channels of an output are shared out to where the rows are: 128 channels or so for each."""
+        return next(n for n in (4, 2, 1) if self.dim % (n * 32) == 0)
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles of rows that a query can have."""
+        return self.slots // ROWS
+
+    @property
+    def channels(self) -> int:
+        """Channels of the rows that are decoded into shared memory, and of the output."""
+        return self.dim // self.slices
 
     # ---- rows: the window's first, then the latents, each from a tile of its own on
 
@@ -116,16 +137,19 @@ class Sizes:
     @property
     def channel_tiles(self) -> int:
         """Tiles of 8 channels of a warp: one, or pairs."""
-        tiles = -(-self.dim // 8 // WARPS)
+        tiles = -(-self.channels // 8 // WARPS)
         return tiles if tiles == 1 else tiles + tiles % 2
 
     # ---- shared memory
 
     def shared_bytes(self, stages: int) -> int:
         """Bytes of a block with so many stages; a few words beside the large buffers are left out."""
-        halves, weights = self.halves * self.padded * SCORES, self.weight_parts * self.padded * ROWS // 2
-        rows = (self.padded + ROWS) * self.dim // 2 + stages * ROWS * self.raw_words
-        return 4 * (rows + halves + weights) + 8 * self.slots
+        words = stages * ROWS * self.raw_words + self.weight_parts * self.padded * ROWS // 2
+        if self.split_rows:
+            words += ROWS * self.dim // self.most_slices // 2
+        else:
+            words += (self.padded + ROWS) * self.dim // 2 + self.halves * self.padded * SCORES
+        return 4 * words + 8 * self.slots
 
     @property
     def roomy_stages(self) -> int:
@@ -141,10 +165,10 @@ class Sizes:
         The lanes of a warp read either two neighbouring rows at four pieces, or eight rows at one piece: in both cases
         they meet all banks.
         """
-        pieces = self.dim // 8
+        pieces = self.channels // 8
         mask = min(8, pieces & -pieces) - 1
         swap = T.bitwise_or(T.bitwise_and(row, 1) * 4, T.bitwise_and(row // 2, 3))
-        return row * (self.dim // 2) + T.bitwise_xor(piece, T.bitwise_and(swap, mask)) * 4
+        return row * (self.channels // 2) + T.bitwise_xor(piece, T.bitwise_and(swap, mask)) * 4
 
     @staticmethod
     def weight_piece(row: Any, piece: Any) -> Any:

@@ -84,18 +84,25 @@ def _pair(low: Any, high: Any) -> Any:
 
 
 @T.macro
-def weigh(s, scores, place, slot, weights, factor, top, total, part, words, exchange, vx):
-    """weights[part, h, r] = the bf16 parts of e^(s_r - top_h), s_r = dim^-0.5 * score; top and total take the tile in.
+def gather(s, scores, part, vx):
+    """part = eight of the scores of a head, which four lanes share."""
+    for c in s.each(8):
+        part[c] = scores[0, vx // 4 % s.padded, vx % 4 * 8 + c]
+    if s.halves == 2:
+        for c in s.each(8):
+            part[c] = part[c] + scores[1, vx // 4 % s.padded, vx % 4 * 8 + c]
+
+
+@T.macro
+def weigh(s, place, slot, weights, factor, top, total, part, words, exchange, vx):
+    """weights[., h, r] = the bf16 parts of e^(s_r - top_h), s_r = dim^-0.5 * score; top and total take the tile in.
+
+    `part` holds the lane's eight scores.
 
     Four lanes share a head. A factor of e^(old top - new top) brings what was summed before to the new top. Slots
     without a row weigh nothing; a NaN weighs NaN.
     """
     head: T.let = vx // 4 % s.padded
-    for c in s.each(8):
-        part[c] = scores[0, head, vx % 4 * 8 + c]
-    if s.halves == 2:
-        for c in s.each(8):
-            part[c] = part[c] + scores[1, head, vx % 4 * 8 + c]
     top[1] = top[0]
     for c in s.each(8):
         part[c] = part[c] * T.float32(s.dim**-0.5)
@@ -149,7 +156,7 @@ def add(s, values, weights, factor, fragment, words, acc, exchange, vx):
             load_matrices(
                 s.mma, words, 0, True, values,
                 s.piece(
-                    h * 16 + vx % 16, T.min(vx // 32 * s.channel_tiles + j * 2 + vx % 32 // 16, s.dim // 8 - 1)
+                    h * 16 + vx % 16, T.min(vx // 32 * s.channel_tiles + j * 2 + vx % 32 // 16, s.channels // 8 - 1)
                 ),
                 exchange, vx,
             )  # fmt: skip
@@ -163,8 +170,8 @@ def add(s, values, weights, factor, fragment, words, acc, exchange, vx):
 
 
 @T.macro
-def finish(s, Out, sink, factor, top, total, acc, words, vt, part, vx):
-    """Out = bf16(acc / (total + e^(sink - top)))."""
+def finish(s, Out, sink, factor, top, total, acc, words, vt, part, channel, vx):
+    """Out = bf16(acc / (total + e^(sink - top))), from `channel` on."""
     if vx % 4 == 0:
         factor[vx // 4 % s.padded] = total[0] + sink_weight(
             sink[T.min(part * s.part_heads + vx // 4 % s.padded, s.heads - 1)], top[0]
@@ -175,12 +182,12 @@ def finish(s, Out, sink, factor, top, total, acc, words, vt, part, vx):
             head: T.let = t * 16 + h * 8 + vx % 32 // 4
             if head < s.part_heads and part * s.part_heads + head < s.heads:
                 for j in s.each(s.channel_tiles):
-                    if vx // 32 * s.channel_tiles + j < s.dim // 8:
+                    if vx // 32 * s.channel_tiles + j < s.channels // 8:
                         words[0] = _pair(
                             acc[(t * s.channel_tiles + j) * 4 + h * 2] / factor[head],
                             acc[(t * s.channel_tiles + j) * 4 + h * 2 + 1] / factor[head],
                         )
                         memory.store_words(
                             s.mma, words, 0, 1, Out, (vt, part * s.part_heads + head),
-                            (vx // 32 * s.channel_tiles + j) * 8 + vx % 4 * 2,
+                            channel + (vx // 32 * s.channel_tiles + j) * 8 + vx % 4 * 2,
                         )  # fmt: skip

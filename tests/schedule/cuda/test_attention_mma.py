@@ -51,6 +51,10 @@ def parameters(shape: tuple[int, ...], split: int = 1) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def sizes_of(shape: tuple[int, ...], split: int = 1) -> dict[str, Any]:
+    return {name: value for name, value in parameters(shape, split).items() if name != "form"}
+
+
 @functools.cache
 def program(shape: tuple[int, ...], split: int = 1) -> Any:
     wanted = kernel("sparse_attention", **parameters(shape, split))
@@ -90,9 +94,24 @@ def test_rows_out_of_rings_and_blocks(shape: tuple[int, ...]) -> None:
     assert same > 0.998, f"{same:.4f} of the outputs are those of the CPU's program"
 
 
-def test_parts_of_the_heads_have_the_same_bits() -> None:
-    s = scene(SHAPES[0])
-    np.testing.assert_array_equal(run(program(SHAPES[0], 2), s), run(program(SHAPES[0]), s))
+@pytest.mark.parametrize("split", [2, 8])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]])
+def test_parts_of_the_heads_and_of_the_rows_have_the_same_bits(shape: tuple[int, ...], split: int) -> None:
+    """Split 8 also shares out the rows, and the channels of the output."""
+    s = scene(shape)
+    np.testing.assert_array_equal(run(program(shape, split), s), run(program(shape), s))
+    assert (Sizes(**sizes_of(shape, split), mma="software").split_rows) == (split == 8)
+
+
+def test_shared_rows_leave_bad_rows_and_missing_ones_alone() -> None:
+    """A NaN in one query, a query that sees nothing: the same bits as in one block."""
+    shape = SHAPES[0]
+    s = scenes.scene(*shape[:3], shape[2] + 6, shape[3], seed=4)
+    s.inputs[0][3, 1] = 0x7FC0
+    s.inputs[1][20] = 0xFF
+    s.inputs[4][5] = -1
+    s.inputs[11][5] = -1
+    np.testing.assert_array_equal(run(program(shape, 8), s), run(program(shape), s))
 
 
 @settings(max_examples=5)
@@ -156,8 +175,7 @@ def test_a_query_with_no_row_gives_zeros() -> None:
 def test_one_part_of_the_weights_is_the_official_rounding() -> None:
     """With bf16 weights the output moves, by at most 2^-8 of the magnitudes that make it up."""
     shape = SHAPES[1]
-    sizes = {name: v for name, v in parameters(shape).items() if name != "form"}
-    coarse = opencl_function(sparse_attention_mma(Sizes(**sizes, mma="software", weight_parts=1)))
+    coarse = opencl_function(sparse_attention_mma(Sizes(**sizes_of(shape), mma="software", weight_parts=1)))
     s = scene(shape, 3, 0.3)  # flat weights: a greatest one, e^0, would be exact in either form
     got, fine = bf16_decode(run(coarse, s)), bf16_decode(run(program(shape), s))
     exact, size = s.exact(shape[1])

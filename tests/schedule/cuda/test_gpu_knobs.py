@@ -43,6 +43,7 @@ KERNELS: dict[str, Kernel] = {
     "many rows, fp8": linear(16, "fp8", "f32"),
     "attention": kernel("sparse_attention", **ATTENTION, k=70, split=1),
     "attention of the window, parts": kernel("sparse_attention", **ATTENTION, k=0, split=2),
+    "attention, rows shared out": kernel("sparse_attention", **ATTENTION, k=70, split=8),
     "scores": kernel("index_scores", **SCORES),
 }
 
