@@ -248,14 +248,26 @@ def _columns(layout, w, scale, part, sums, pairs, Y, m, vp, vj, sizes):
         group: T.let = column * sizes.tile // (sizes.n // sizes.groups) * (sizes.k // STEP)
         if sizes.weight == "fp8":
             for step in range(sizes.chunks[1]):
-                decode_step(pairs, 0, step * PAIRS, w, scale, column, chunk * sizes.chunks[1] + step, sizes.tile)
+                decode_step(
+                    pairs,
+                    0,
+                    step * PAIRS,
+                    w,
+                    scale,
+                    column,
+                    chunk * sizes.chunks[1] + step,
+                    sizes.tile,
+                    sizes.tile == 32,
+                )
         _tile(layout, w, pairs, part, sums, 0, column, chunk, group, True, sizes)
         for b in range(tiles - T.int64(1)):
             _tile(layout, w, pairs, part, sums, b + T.int64(1), column, chunk, group, False, sizes)
         if chunk == sizes.chunks[0] - 1:
             for b, r in T.grid(tiles, sizes.rows):
                 for j in T.vectorized(sizes.tile):
-                    Y[vp * sizes.panel + b, r, column * sizes.tile + j] = sizes.store(T.Cast("float32", sums[b, r, j]))
+                    Y[vp * sizes.panel + b, r, column * sizes.tile + sizes.column(j)] = sizes.store(
+                        T.Cast("float32", sums[b, r, j])
+                    )
 
 
 @T.macro

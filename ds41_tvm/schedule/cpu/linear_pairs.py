@@ -52,7 +52,7 @@ class PairSizes(LinearSizes):
         return self.k // STEP // steps, steps
 
     def column(self, i: Any) -> Any:
-        """Which column of a tile is number i in the order in which one row's are summed: the cheapest to decode."""
+        """Which column of a tile is number i in the order in which they are summed: the cheapest to decode."""
         return e4m3.half_column(i // 16, i % 16) if self.weight == "fp8" and self.tile == 32 else i
 
     @property
@@ -72,19 +72,32 @@ def scaled_pair(codes: Any, scale: Any) -> Any:
 
 
 @T.macro
-def decode_step(pairs, at, row, w, scale, column, ko, tile):
-    """pairs[at, row + i] = the scaled bf16 values of inner indices 32 ko + 2i and + 1 of tile `column`; exact."""
+def _decode_pairs(pairs, at, row, w, column, ko, tile, low0, low1, high0, high1, halves):
+    for i in T.unroll(PAIRS):
+        codes: T.let = T.reinterpret("uint8x64", w[column, ko * PAIRS + i, T.ramp(0, 1, tile)])
+        if halves:
+            pairs[at, row + i, T.ramp(0, 1, 16)] = e4m3.decode_half(0, codes, low0, low1, high0, high1)
+            pairs[at, row + i, T.ramp(16, 1, 16)] = e4m3.decode_half(1, codes, low0, low1, high0, high1)
+        else:
+            pairs[at, row + i, T.ramp(0, 1, tile)] = e4m3.decode(codes, low0, low1, high0, high1)
+
+
+@T.macro
+def decode_step(pairs, at, row, w, scale, column, ko, tile, halves=False):
+    """pairs[at, row + i] = the scaled bf16 values of inner indices 32 ko + 2i and + 1 of tile `column`; exact.
+
+    `halves`: the columns of a tile of 32 come in the order of `e4m3.half_column`, half by half, which is cheaper.
+    """
     code: T.let = scale[column * tile // 32, ko]
     if tile == 32 and e4m3.in_range(code):
         low0: T.let = e4m3.table(code)[0]
         low1: T.let = e4m3.table(code)[1]
         high0: T.let = e4m3.table(code)[2]
         high1: T.let = e4m3.table(code)[3]
-        for i in T.unroll(PAIRS):
-            pairs[at, row + i, T.ramp(0, 1, tile)] = e4m3.decode(
-                T.reinterpret("uint8x64", w[column, ko * PAIRS + i, T.ramp(0, 1, tile)]), low0, low1, high0, high1
-            )
+        _decode_pairs(pairs, at, row, w, column, ko, tile, low0, low1, high0, high1, halves)
     else:
         for i in range(PAIRS):
             for j in T.vectorized(tile):
-                pairs[at, row + i, j] = scaled_pair(w[column, ko * PAIRS + i, j], code)
+                pairs[at, row + i, j] = scaled_pair(
+                    w[column, ko * PAIRS + i, e4m3.half_column(j // 16, j % 16) if halves else j], code
+                )
