@@ -43,7 +43,7 @@ def _attend(s, Q, F, R, sink, P, N, first, base, slots, L, B, C, Out, vt, part, 
     raw = T.sblock_alloc_buffer((s.stages * ROWS * s.raw_words,), "uint32", scope=s.shared)
     scores = T.sblock_alloc_buffer((s.halves, s.padded, SCORES), "float32", scope=s.shared)
     weights = T.sblock_alloc_buffer((s.weight_parts * s.padded * ROWS // 2,), "uint32", scope=s.shared)
-    place = T.sblock_alloc_buffer((s.slots,), "int64", scope=s.shared)
+    place = T.sblock_alloc_buffer((s.slots,), "int32", scope=s.shared)
     factor = T.sblock_alloc_buffer((s.padded,), "float32", scope=s.shared)
     tiles = T.sblock_alloc_buffer((2,), "int32", scope=s.shared)
     exchange = T.sblock_alloc_buffer(exchange_shape(s.mma, WARPS), "uint32", scope="shared")

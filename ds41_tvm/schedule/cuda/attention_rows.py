@@ -22,11 +22,14 @@ def place_window(s, place, tiles, P, N, first, base, slots, vt, vx):
         if i * THREADS + vx < s.window_slots:
             place[i * THREADS + vx] = T.Select(
                 i * THREADS + vx < T.min(P[vt] + 1, s.window),
-                window_row(
-                    T.max(P[vt] + 1 - s.window, 0) + i * THREADS + vx, first[N[vt]], base[N[vt]], slots[N[vt]],
-                    s.ring_rows,
+                T.Cast(
+                    "int32",
+                    window_row(
+                        T.max(P[vt] + 1 - s.window, 0) + i * THREADS + vx, first[N[vt]], base[N[vt]], slots[N[vt]],
+                        s.ring_rows,
+                    ),
                 ),
-                T.int64(INVALID),
+                T.int32(INVALID),
             )  # fmt: skip
     if vx == 0:
         tiles[0] = (T.min(P[vt] + 1, s.window) + (ROWS - 1)) // ROWS
@@ -38,12 +41,13 @@ def place_latents(s, place, tiles, N, B, C, vt, vx):
     """place[window_slots + j] = row of selected latent j; tiles[1] = tiles of them. A barrier must lie before."""
     for i in range(-(-(s.slots - s.window_slots) // THREADS)):
         if i * THREADS + vx < s.slots - s.window_slots:
-            place[s.window_slots + i * THREADS + vx] = T.int64(INVALID)
+            place[s.window_slots + i * THREADS + vx] = T.int32(INVALID)
         if i * THREADS + vx < s.k:
             if C[vt, i * THREADS + vx] >= 0:
-                place[s.window_slots + i * THREADS + vx] = T.Cast(
-                    "int64", B[N[vt], C[vt, i * THREADS + vx] // s.block_rows]
-                ) * T.int64(s.block_rows) + T.Cast("int64", C[vt, i * THREADS + vx] % s.block_rows)
+                place[s.window_slots + i * THREADS + vx] = (
+                    B[N[vt], C[vt, i * THREADS + vx] // s.block_rows] * s.block_rows
+                    + C[vt, i * THREADS + vx] % s.block_rows
+                )
                 # The last one, as -1 follows it.
                 if C[vt, T.min(i * THREADS + vx + 1, s.k - 1)] < 0 or i * THREADS + vx + 1 == s.k:
                     tiles[1] = (i * THREADS + vx) // ROWS + 1
@@ -85,7 +89,7 @@ def start_window(s, raw, place, tile, stage, F, R, vx):
     for i in range(-(-ROWS * _pieces(s.window_bytes) // THREADS)):
         task: T.let = i * THREADS + vx
         if task < ROWS * _pieces(s.window_bytes):
-            at: T.let = place[tile * ROWS + task // _pieces(s.window_bytes)]
+            at: T.let = T.Cast("int64", place[tile * ROWS + task // _pieces(s.window_bytes)])
             if at >= T.int64(0):
                 _copy_row(
                     s,
@@ -109,7 +113,7 @@ def start_latents(s, raw, place, tile, stage, L, vx):
     for i in range(-(-ROWS * _pieces(s.latent_bytes) // THREADS)):
         task: T.let = i * THREADS + vx
         if task < ROWS * _pieces(s.latent_bytes):
-            at: T.let = place[s.window_slots + tile * ROWS + task // _pieces(s.latent_bytes)]
+            at: T.let = T.Cast("int64", place[s.window_slots + tile * ROWS + task // _pieces(s.latent_bytes)])
             if at >= T.int64(0):
                 _copy_row(
                     s,
@@ -129,7 +133,7 @@ def _byte(raw: Any, at: Any, index: Any) -> Any:
 
 def _or_zero(place: Any, value: Any) -> Any:
     """Zero in slots without a row: whatever lies there must not meet a weight of zero as NaN."""
-    return T.Select(place > T.int64(INVALID), value, T.uint32(0))
+    return T.Select(place > T.int32(INVALID), value, T.uint32(0))
 
 
 @T.macro

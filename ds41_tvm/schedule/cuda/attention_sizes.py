@@ -15,7 +15,8 @@ MOST_STAGES = 4
 # Shared memory that a block may take, of GPUs that run all heads in one block and of all: a KiB less than they have.
 ROOM, SMALL_ROOM = 162 << 10, 98 << 10
 SCORES = ROWS + 4  # floats between the scores of two heads: their lanes meet different banks
-INVALID = -(1 << 62)  # place of a slot without a row
+# Places are row numbers, 32 bits wide: 2^30 rows of a window would take 560 GB. Addresses are computed in 64 bits.
+INVALID = -(1 << 30)  # place of a slot without a row
 # bf16 values whose sum stands for a weight. One, as in the official GPU kernel, has an error of up to 2^-8 of the
 # weight, two have 2^-16, three none: eight bits each. The recorded outputs, made with f32 weights, ask for three:
 # already 2^-16 tips roundings to bf16 that follow. Each part takes as many products as the scores do.
@@ -149,7 +150,7 @@ class Sizes:
             words += ROWS * self.dim // self.most_slices // 2
         else:
             words += (self.padded + ROWS) * self.dim // 2 + self.halves * self.padded * SCORES
-        return 4 * words + 8 * self.slots
+        return 4 * (words + self.slots)
 
     @property
     def roomy_stages(self) -> int:

@@ -109,7 +109,7 @@ def weigh(s, place, slot, weights, factor, top, total, part, words, exchange, vx
         top[1] = T.max(
             top[1],
             T.Select(
-                T.bitwise_or(_is_nan(part[c]), place[slot + vx % 4 * 8 + c] == T.int64(INVALID)), T.float32(LOWEST),
+                T.bitwise_or(_is_nan(part[c]), place[slot + vx % 4 * 8 + c] == T.int32(INVALID)), T.float32(LOWEST),
                 part[c],
             ),
         )  # fmt: skip
@@ -119,7 +119,7 @@ def weigh(s, place, slot, weights, factor, top, total, part, words, exchange, vx
     total[1] = T.float32(0)
     for c in s.each(8):
         part[c] = T.Select(_is_nan(part[c]), T.reinterpret("float32", T.uint32(NAN_BITS)), exp(part[c] - top[1]))
-        part[c] = T.Select(place[slot + vx % 4 * 8 + c] == T.int64(INVALID), T.float32(0), part[c])
+        part[c] = T.Select(place[slot + vx % 4 * 8 + c] == T.int32(INVALID), T.float32(0), part[c])
         total[1] = total[1] + part[c]
     for m in range(2):
         from_lane(s.mma, total, 2, total[1], m + 1, exchange, vx)
