@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,20 @@ def call(function: Callable[..., Any], inputs: list[np.ndarray], shape: tuple[in
         assert copy.tobytes() == np.ascontiguousarray(given).tobytes(), "a kernel wrote into its input"
     assert all(r.tobytes() == results[0].tobytes() for r in results), "threads or old content changed the result"
     return results[0]
+
+
+def each_value(task: Any) -> list[dict[str, int]]:
+    """As few points of a tuning task as have every value of every knob, each knob's in an order of its own."""
+    chance = random.Random(task.name)
+    orders = {name: chance.sample(values, len(values)) for name, values in task.knobs}
+    most = max(map(len, orders.values()))
+    return [{name: order[i % len(order)] for name, order in orders.items()} for i in range(most)]
+
+
+@pytest.fixture(scope="session", name="each_value")
+def _each_value() -> Callable[..., list[dict[str, int]]]:
+    """`each_value(task)`."""
+    return each_value
 
 
 @pytest.fixture(scope="session", name="call")

@@ -294,12 +294,8 @@ def _row(
     least = work.floor(counted, limits) if some else None
     of = {}
     if least is not None:
-        done = {"read": counted.bytes, "vnni": counted.dots}
-        of = {
-            kind: done.get(kind, counted.flops) / took.median / rate
-            for kind, rate in limits.items()
-            if done.get(kind, counted.flops)
-        }
+        done = dict.fromkeys(limits, counted.flops) | {"read": counted.bytes, "vnni": counted.dots}
+        of = {kind: done[kind] / took.median / rate for kind, rate in limits.items() if done[kind]}
     return Row(
         name=name,
         what=case.what,

@@ -3,9 +3,9 @@
     floor = max(bytes / read, flops / products + integer_ops / dots)
 
 `products` is the rate of bf16 tile products where the target has them, else of bf16 dot products, else of f32
-multiply-adds; `dots` that of
-integer dot instructions where the target has them, else of multiply-adds. `bytes` is what must be read from memory at
-least once, in the formats in which the release stores it; a layer can take longer than the floor, never less.
+multiply-adds; `dots` that of integer dot instructions where the target has them, else of multiply-adds. `bytes` is what
+must be read from memory at least once, in the formats in which the release stores it; a layer can take longer than the
+floor, never less.
 """
 
 from __future__ import annotations

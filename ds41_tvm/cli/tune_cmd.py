@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
@@ -223,7 +223,7 @@ def _compile_all(program: Program, units: Any, json: bool) -> int:
     import msgspec
 
     from ds41_tvm.cli.progress import progress
-    from ds41_tvm.tune.candidates import compile_candidates
+    from ds41_tvm.tune.candidates import State, compile_candidates
 
     if program.target.kind != "cuda":
         raise UsageError(f"--target {program.target.name} is for proofs; expected cpu or cuda:sm_NN")
@@ -237,7 +237,7 @@ def _compile_all(program: Program, units: Any, json: bool) -> int:
     rows = []
     for task in tasks:
         mine = [c for c in made if c.kernel == task.name]
-        count = {state: sum(c.state == state for c in mine) for state in ("compiled", "spills", "too large", "failed")}
+        count = {state: sum(c.state == state for c in mine) for state in get_args(State)}
         ran = [c for c in mine if c.registers]
         registers = f"{min(c.registers for c in ran)}..{max(c.registers for c in ran)}" if ran else None
         shared = f"{max(c.shared for c in ran) / 1024:.1f}" if ran else None

@@ -26,7 +26,7 @@ def space(kernel: Kernel, target_kind: str) -> dict[str, tuple[int, ...]]:
         return cpu.space(kernel)
     from ds41_tvm.schedule import cuda
 
-    return cuda.space(kernel)
+    return cuda.space(kernel, target_kind)
 
 
 def fallback(target_kind: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -46,13 +45,6 @@ class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.state == "failed" or (self.default and self.state != "compiled")
 
 
-def values_of(task: Task) -> Iterator[Values]:
-    """All points of a task's space, the default first."""
-    names = [name for name, _ in task.knobs]
-    for point in itertools.product(*(values for _, values in task.knobs)):
-        yield dict(zip(names, point, strict=True))
-
-
 def compile_candidates(
     target: Target, tasks: Sequence[Task], report: Callable[[str, int, int], None] = lambda what, done, total: None
 ) -> Iterator[Candidate]:
@@ -73,7 +65,7 @@ def compile_candidates(
             return _judge(task, values, job)
 
         for task in tasks:
-            for values in values_of(task):
+            for values in task.points():
                 try:
                     job = start_cuda(task.with_values(values), target, Path(folder), pool)
                 except CompileError as error:

@@ -118,13 +118,8 @@ class Search:
 
     def _rest(self, most: int) -> list[Any]:
         """Points that evolution did not come by, at random: small spaces are measured whole."""
-        names = [name for name, _ in self.task.knobs]
-        points: list[tuple[int, ...]] = [()]
-        for _, values in self.task.knobs:
-            points = [(*point, value) for point in points for value in values]
-        left = [point for point in points if point not in self.times]
-        chosen = self._random.sample(left, min(most, len(left)))
-        return [self._candidate(dict(zip(names, point, strict=True))) for point in chosen]
+        left = [values for values in self.task.points() if self._key(values) not in self.times]
+        return [self._candidate(values) for values in self._random.sample(left, min(most, len(left)))]
 
     def _candidate(self, values: Values) -> Any:
         from tvm.s_tir import Schedule

@@ -256,9 +256,9 @@ class Session:
 
         here = msgspec.to_builtins(machine.describe()) if self.options.fleet is None else {"fleet": bench.place}
         if self.options.fleet is None and self.program.target.is_gpu:
-            from ds41_tvm.runtime.cuda_driver import Driver
+            from ds41_tvm.runtime.cuda_driver import driver
 
-            here["gpu"] = Driver().device_name(0)
+            here["gpu"] = driver().device_name(0)
         return {
             "machine": here,
             "threads": self.options.threads,
@@ -279,18 +279,18 @@ class Session:
 
 def _check_gpu(target: Target) -> None:
     """Raises TuneError unless this machine can run code for `target`, a kind of GPU."""
-    from ds41_tvm.runtime.cuda_driver import MAJOR, MINOR, Driver
+    from ds41_tvm.runtime.cuda_driver import MAJOR, MINOR, driver
 
     if target.kind != "cuda":
         raise TuneError(f"target {target.name} is for proofs and cannot be tuned; expected cpu or cuda:sm_NN")
     try:
-        driver = Driver()
-        level = f"sm_{driver.number('cuDeviceGetAttribute', MAJOR, 0)}{driver.number('cuDeviceGetAttribute', MINOR, 0)}"
+        major, minor = (driver().number("cuDeviceGetAttribute", which, 0) for which in (MAJOR, MINOR))
     except DeviceError as error:
         raise TuneError(
             f"target {target.name}: {error}; tune where such a GPU is, or on a fleet with --rpc; --dry-run compiles "
             f"every candidate without one"
         ) from error
+    level = f"sm_{major}{minor}"
     if level != target.level:
         raise TuneError(f"target {target.name}: GPU 0 here is of {level}; expected --target cuda:{level}, or --rpc")
 

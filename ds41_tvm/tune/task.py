@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -45,6 +46,12 @@ class Task(NamedTuple):
         for _, values in self.knobs:
             count *= len(values)
         return count
+
+    def points(self) -> Iterator[Values]:
+        """All points of the space, the default first."""
+        names = [name for name, _ in self.knobs]
+        for point in itertools.product(*(values for _, values in self.knobs)):
+            yield dict(zip(names, point, strict=True))
 
     def with_values(self, values: Values) -> Kernel:
         """The kernel with these values: sizes go into its parameters, the rest, if not the default, into its knobs."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from typing import Any
 
 import pytest
@@ -56,19 +54,6 @@ def target_of(k: Kernel) -> Any:
     return parse_target(TARGETS.get(str(dict(k.params).get("form")), "cpu:x86-64-v3"))
 
 
-def each_value(task: Task) -> list[Values]:
-    """As few points as have every value of every knob, each knob's in an order of its own."""
-    chance = random.Random(task.name)
-    orders = {name: chance.sample(values, len(values)) for name, values in task.knobs}
-    most = max(map(len, orders.values()))
-    return [{name: order[i % len(order)] for name, order in orders.items()} for i in range(most)]
-
-
-def combinations(task: Task) -> list[Values]:
-    names = [name for name, _ in task.knobs]
-    return [dict(zip(names, point, strict=True)) for point in itertools.product(*(values for _, values in task.knobs))]
-
-
 def assert_same(name: str, points: list[Values], outputs: Any, task: Task) -> None:
     k, exact = KERNELS[name]
     target = target_of(k)
@@ -89,7 +74,7 @@ QUICK = [name for name in KERNELS if name not in LONG]
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_every_value_of_every_knob(name: str, outputs: Any) -> None:
+def test_every_value_of_every_knob(name: str, outputs: Any, each_value: Any) -> None:
     task = task_of(KERNELS[name][0], "cpu")
     assert task.knobs
     assert_same(name, each_value(task), outputs, task)
@@ -99,7 +84,7 @@ def test_every_value_of_every_knob(name: str, outputs: Any) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_combination(name: str, outputs: Any) -> None:
     task = task_of(KERNELS[name][0], "cpu")
-    assert_same(name, combinations(task), outputs, task)
+    assert_same(name, list(task.points()), outputs, task)
 
 
 def test_the_first_value_is_what_is_used_without_tuning() -> None:

@@ -73,12 +73,12 @@ def decode(codes: Any, low0: Any, low1: Any, high0: Any, high1: Any) -> Any:
     return _joined(_bytes_of(codes, low0, low1, high0, high1), range(LANES))
 
 
-def half_column(half: Any, i: Any) -> Any:
-    """Which of the 32 pairs of codes is pair i of a half as `decode_half` gives it."""
-    return i // 4 * 8 + half * 4 + i % 4
+def by_halves(i: Any) -> Any:
+    """Which of the 32 pairs of codes is pair i of what `decode_half` gives for half 0 and then for half 1."""
+    return i % 16 // 4 * 8 + i // 16 * 4 + i % 4
 
 
 def decode_half(half: int, codes: Any, low0: Any, low1: Any, high0: Any, high1: Any) -> Any:
-    """Half of what `decode` gives, the 16 pairs `half_column`, as uint32x16: one instruction joins their bytes."""
-    chosen = [2 * half_column(half, i) + c for i in range(16) for c in (0, 1)]
+    """Half of what `decode` gives, its 16 pairs in the order of `by_halves`: uint32x16, joined by one instruction."""
+    chosen = [2 * by_halves(half * 16 + i) + c for i in range(16) for c in (0, 1)]
     return _joined(_bytes_of(codes, low0, low1, high0, high1), chosen)

@@ -69,6 +69,12 @@ def _pairs_of(X: Any, tile: Any, row: Any, first: Any) -> Any:
 
 
 @T.macro
+def _add(part, i, j, x, pairs):
+    """Vector j of part[i] += the products of one pair of activations with those of 16 columns."""
+    part[i, T.ramp(j * LANES, 1, LANES)] = dot(part[i, T.ramp(j * LANES, 1, LANES)], T.broadcast(x, LANES), pairs)
+
+
+@T.macro
 def _zero(part, rows, tile):
     for i in T.unroll(rows):
         for j in T.vectorized(tile):
@@ -91,21 +97,7 @@ def _row_step(part, c, x, at, w, column, tile):
     """part[c] += the products of 16 pairs: `x` and rows of tile `column` of bf16 weights, both from `at` on."""
     for i in T.unroll(PAIRS):
         for j in T.unroll(tile // LANES):
-            part[c, T.ramp(j * LANES, 1, LANES)] = dot(
-                part[c, T.ramp(j * LANES, 1, LANES)],
-                T.broadcast(x[at + i], LANES),
-                w[column, at + i, T.ramp(j * LANES, 1, LANES)],
-            )
-
-
-@T.macro
-def _half(part, c, half, x, codes, low0, low1, high0, high1):
-    """Half of part[c] += the products of one pair, with 32 pairs of codes."""
-    part[c, T.ramp(half * LANES, 1, LANES)] = dot(
-        part[c, T.ramp(half * LANES, 1, LANES)],
-        T.broadcast(x, LANES),
-        e4m3.decode_half(half, codes, low0, low1, high0, high1),
-    )
+            _add(part, c, j, x[at + i], w[column, at + i, T.ramp(j * LANES, 1, LANES)])
 
 
 @T.macro
@@ -119,18 +111,14 @@ def _scaled_row_step(part, c, x, at, w, scale, column, ko, pairs, sizes):
         high1: T.let = e4m3.table(code)[3]
         for i in T.unroll(PAIRS):
             codes: T.let = T.reinterpret("uint8x64", w[column, at + i, T.ramp(0, 1, sizes.tile)])
-            _half(part, c, 0, x[at + i], codes, low0, low1, high0, high1)
-            _half(part, c, 1, x[at + i], codes, low0, low1, high0, high1)
+            _add(part, c, 0, x[at + i], e4m3.decode_half(0, codes, low0, low1, high0, high1))
+            _add(part, c, 1, x[at + i], e4m3.decode_half(1, codes, low0, low1, high0, high1))
     else:
         for i in range(PAIRS):
             for j in T.vectorized(sizes.tile):
                 pairs[j] = scaled_pair(w[column, at + i, sizes.column(j)], code)
             for j in T.unroll(sizes.tile // LANES):
-                part[c, T.ramp(j * LANES, 1, LANES)] = dot(
-                    part[c, T.ramp(j * LANES, 1, LANES)],
-                    T.broadcast(x[at + i], LANES),
-                    pairs[T.ramp(j * LANES, 1, LANES)],
-                )
+                _add(part, c, j, x[at + i], pairs[T.ramp(j * LANES, 1, LANES)])
 
 
 @T.macro
@@ -209,11 +197,10 @@ def _multiply(layout, weights, at, first, part, b, step, sizes):
         for ii in T.unroll(WRITTEN_OUT):
             for r in T.unroll(sizes.rows):
                 for j in T.unroll(sizes.tile // LANES):
-                    part[r, T.ramp(j * LANES, 1, LANES)] = dot(
-                        part[r, T.ramp(j * LANES, 1, LANES)],
-                        T.broadcast(layout[b, step, r, io * WRITTEN_OUT + ii], LANES),
+                    _add(
+                        part, r, j, layout[b, step, r, io * WRITTEN_OUT + ii],
                         weights[at, first + io * WRITTEN_OUT + ii, T.ramp(j * LANES, 1, LANES)],
-                    )
+                    )  # fmt: skip
 
 
 @T.macro
@@ -248,17 +235,8 @@ def _columns(layout, w, scale, part, sums, pairs, Y, m, vp, vj, sizes):
         group: T.let = column * sizes.tile // (sizes.n // sizes.groups) * (sizes.k // STEP)
         if sizes.weight == "fp8":
             for step in range(sizes.chunks[1]):
-                decode_step(
-                    pairs,
-                    0,
-                    step * PAIRS,
-                    w,
-                    scale,
-                    column,
-                    chunk * sizes.chunks[1] + step,
-                    sizes.tile,
-                    sizes.tile == 32,
-                )
+                ko: T.let = chunk * sizes.chunks[1] + step
+                decode_step(pairs, 0, step * PAIRS, w, scale, column, ko, sizes.tile, sizes.tile == 32)
         _tile(layout, w, pairs, part, sums, 0, column, chunk, group, True, sizes)
         for b in range(tiles - T.int64(1)):
             _tile(layout, w, pairs, part, sums, b + T.int64(1), column, chunk, group, False, sizes)

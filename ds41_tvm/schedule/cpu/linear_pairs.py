@@ -53,7 +53,7 @@ class PairSizes(LinearSizes):
 
     def column(self, i: Any) -> Any:
         """Which column of a tile is number i in the order in which they are summed: the cheapest to decode."""
-        return e4m3.half_column(i // 16, i % 16) if self.weight == "fp8" and self.tile == 32 else i
+        return e4m3.by_halves(i) if self.weight == "fp8" and self.tile == 32 else i
 
     @property
     def columns(self) -> int:
@@ -86,7 +86,7 @@ def _decode_pairs(pairs, at, row, w, column, ko, tile, low0, low1, high0, high1,
 def decode_step(pairs, at, row, w, scale, column, ko, tile, halves=False):
     """pairs[at, row + i] = the scaled bf16 values of inner indices 32 ko + 2i and + 1 of tile `column`; exact.
 
-    `halves`: the columns of a tile of 32 come in the order of `e4m3.half_column`, half by half, which is cheaper.
+    `halves`: the columns of a tile of 32 come in the order of `e4m3.by_halves`, which is cheaper.
     """
     code: T.let = scale[column * tile // 32, ko]
     if tile == 32 and e4m3.in_range(code):
@@ -98,6 +98,4 @@ def decode_step(pairs, at, row, w, scale, column, ko, tile, halves=False):
     else:
         for i in range(PAIRS):
             for j in T.vectorized(tile):
-                pairs[at, row + i, j] = scaled_pair(
-                    w[column, ko * PAIRS + i, e4m3.half_column(j // 16, j % 16) if halves else j], code
-                )
+                pairs[at, row + i, j] = scaled_pair(w[column, ko * PAIRS + i, e4m3.by_halves(j) if halves else j], code)

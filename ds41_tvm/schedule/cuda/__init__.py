@@ -76,9 +76,6 @@ def schedule(kernel: Kernel, kind: str) -> tuple[str, PrimFunc]:
     raise AssertionError("the last rule takes every kernel")
 
 
-def space(kernel: Kernel) -> knobs.Space:
+def space(kernel: Kernel, kind: str) -> knobs.Space:
     """Knobs of a kernel's program and their values, the default first; none where there is nothing to choose."""
-    params = dict(kernel.params)
-    # The rules of these operators take all that they have knobs for; what they leave to the fallback has none.
-    name = next(name for name, rule in RULES if rule(kernel.op, params, "opencl", {}) is not None)
-    return knobs.space(name, params)
+    return knobs.space(schedule(kernel, kind)[0], dict(kernel.params))

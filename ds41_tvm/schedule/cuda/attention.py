@@ -17,12 +17,11 @@ from typing import Any
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from ds41_tvm.kernels.attention import LOWEST
 from ds41_tvm.schedule.cuda import memory
-from ds41_tvm.schedule.cuda.attention_rows import decode, first_slot, place_all, start
+from ds41_tvm.schedule.cuda.attention_rows import decode, first_slot, place_all, start_first, start_next
 from ds41_tvm.schedule.cuda.attention_sizes import ROWS, SCORES, THREADS, WARPS, Sizes
 from ds41_tvm.schedule.cuda.attention_split import launch
-from ds41_tvm.schedule.cuda.attention_tile import add, finish, gather, score, start_queries, weigh
+from ds41_tvm.schedule.cuda.attention_tile import add, clear, finish, gather, score, start_queries, weigh
 from ds41_tvm.schedule.cuda.mma import exchange_shape, form_of
 
 
@@ -59,23 +58,15 @@ def _attend(s, Q, F, R, sink, P, N, first, base, slots, L, B, C, Out, vt, part, 
     chain = T.sblock_alloc_buffer((s.row_tiles * 4,), "float32", scope="local")
     acc = T.sblock_alloc_buffer((s.head_tiles * s.channel_tiles * 4,), "float32", scope="local")
     place_all(s, place, tiles, count, P, N, first, base, slots, B, C, vt, vx)
-    for i in s.each(s.head_tiles * s.channel_tiles * 4):
-        acc[i] = T.float32(0)
-    top[0] = T.float32(LOWEST)
-    total[0] = T.float32(0)
+    clear(s, acc, top, total)
     start_queries(s, Q, queries, vt, part, vx)
-    for p in s.each(s.stages):
-        if p < count[1]:
-            start(s, raw, place, p, count[0], F, R, L, vx)
-        memory.commit(s.mma)
+    start_first(s, raw, place, count, F, R, L, vx)
     for tile in range(count[1]):
         memory.wait(s.mma, s.stages - 1)
         T.tvm_storage_sync("shared")
         decode(s, raw, place, tile, count[0], words, factors, values, 0, vx)
         T.tvm_storage_sync("shared")
-        if tile + s.stages < count[1]:
-            start(s, raw, place, tile + s.stages, count[0], F, R, L, vx)
-        memory.commit(s.mma)
+        start_next(s, raw, place, tile, count, F, R, L, vx)
         score(s, queries, values, scores, _steps(s, count[0]), low, high, words, chain, exchange, vx)
         T.tvm_storage_sync("shared")
         gather(s, scores, part_of, vx)

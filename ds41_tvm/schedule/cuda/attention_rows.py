@@ -202,6 +202,23 @@ def start(s, raw, place, tile, window, F, R, L, vx):
 
 
 @T.macro
+def start_first(s, raw, place, count, F, R, L, vx):
+    """Start to copy as many tiles as there are stages, each a group of copies; a missing one is an empty group."""
+    for p in s.each(s.stages):
+        if p < count[1]:
+            start(s, raw, place, p, count[0], F, R, L, vx)
+        memory.commit(s.mma)
+
+
+@T.macro
+def start_next(s, raw, place, tile, count, F, R, L, vx):
+    """Start to copy the tile that takes the stage of `tile`, which has been decoded."""
+    if tile + s.stages < count[1]:
+        start(s, raw, place, tile + s.stages, count[0], F, R, L, vx)
+    memory.commit(s.mma)
+
+
+@T.macro
 def decode(s, raw, place, tile, window, words, factors, values, part, vx):
     """values = channels of slice `part` of the tile's rows."""
     if s.k == 0:

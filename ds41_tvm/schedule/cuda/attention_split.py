@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ds41_tvm.kernels.attention import LOWEST
 from ds41_tvm.schedule.cuda import memory
-from ds41_tvm.schedule.cuda.attention_rows import decode, first_slot, place_all, start
+from ds41_tvm.schedule.cuda.attention_rows import decode, first_slot, place_all, start, start_first, start_next
 from ds41_tvm.schedule.cuda.attention_sizes import ROWS, SCORES, THREADS, WARPS
-from ds41_tvm.schedule.cuda.attention_tile import add, finish, gather, score, start_queries, weigh
+from ds41_tvm.schedule.cuda.attention_tile import add, clear, finish, gather, score, start_queries, weigh
 from ds41_tvm.schedule.cuda.mma import exchange_shape
 
 
@@ -73,14 +72,8 @@ def weigh_rows(s, F, R, sink, P, N, first, base, slots, L, B, C, scratch, Out, v
     fragment = T.sblock_alloc_buffer((s.weight_parts * s.head_tiles * 4,), "uint32", scope="local")
     acc = T.sblock_alloc_buffer((s.head_tiles * s.channel_tiles * 4,), "float32", scope="local")
     place_all(s, place, tiles, count, P, N, first, base, slots, B, C, vt, vx)
-    for i in s.each(s.head_tiles * s.channel_tiles * 4):
-        acc[i] = T.float32(0)
-    top[0] = T.float32(LOWEST)
-    total[0] = T.float32(0)
-    for p in s.each(s.stages):
-        if p < count[1]:
-            start(s, raw, place, p, count[0], F, R, L, vx)
-        memory.commit(s.mma)
+    clear(s, acc, top, total)
+    start_first(s, raw, place, count, F, R, L, vx)
     for tile in range(count[1]):
         for c in T.vectorized(8):
             part_of[c] = scratch[vt, part, tile, vx // 4 % s.padded, vx % 4 * 8 + c]
@@ -89,9 +82,7 @@ def weigh_rows(s, F, R, sink, P, N, first, base, slots, L, B, C, scratch, Out, v
         decode(s, raw, place, tile, count[0], words, factors, values, vz, vx)
         weigh(s, place, first_slot(s, tile, count[0]), weights, factor, top, total, part_of, words, exchange, vx)
         T.tvm_storage_sync("shared")
-        if tile + s.stages < count[1]:
-            start(s, raw, place, tile + s.stages, count[0], F, R, L, vx)
-        memory.commit(s.mma)
+        start_next(s, raw, place, tile, count, F, R, L, vx)
         add(s, values, weights, factor, fragment, words, acc, exchange, vx)
     T.tvm_storage_sync("shared")
     finish(s, Out, sink, factor, top, total, acc, words, vt, part, vz * s.channels, vx)

@@ -21,6 +21,15 @@ NAN_BITS = 0x7FC00000
 
 
 @T.macro
+def clear(s, acc, top, total):
+    """Nothing summed yet."""
+    for i in s.each(s.head_tiles * s.channel_tiles * 4):
+        acc[i] = T.float32(0)
+    top[0] = T.float32(LOWEST)
+    total[0] = T.float32(0)
+
+
+@T.macro
 def start_queries(s, Q, queries, vt, part, vx):
     """Start to copy the queries of the block's heads; heads that pad the last tile are zero."""
     for i in range(-(-s.padded * s.dim // 8 // THREADS)):
